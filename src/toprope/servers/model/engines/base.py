@@ -1,0 +1,102 @@
+"""What a model server asks of an inference engine, whoever computes the tokens.
+
+An adapter turns an `EngineRequest` into an `EngineReply`; capabilities are declared, so that a run which needs token
+ids is refused before it starts and not masked after it ended. Left to others: identity, capture, dialects (the model
+server) and what a token record is (`toprope.tokens`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toprope.wire.responses import Item, ResponsesRequest
+
+Dialect = Literal["chat", "responses", "messages"]
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+LogprobsMode = Literal["raw", "processed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an engine can do, as declared by its adapter and checked at start."""
+
+    returns_ids: bool
+    accepts_token_prompt: bool = False
+    streams_ids: bool = False
+    logprobs_mode: LogprobsMode = "raw"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTokens:
+    """The ids of one call, exactly as the engine saw and sampled them.
+
+    Shapes: `prompt_token_ids` (P,) uint32; `generation_token_ids` (G,) uint32; `generation_log_probs` (G,) float64 in
+    nats; `grammar_forced` (G,) bool, True where a grammar left exactly one legal id, or None where no grammar ran.
+    Values are what the engine gave: judging them (finite, in range, equal lengths) is the recorder's work.
+    """
+
+    prompt_token_ids: NDArray[np.uint32]
+    generation_token_ids: NDArray[np.uint32]
+    generation_log_probs: NDArray[np.float64]
+    grammar_forced: NDArray[np.bool_] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts as the engine reported them; None is unknown, never zero."""
+
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One model call as an engine gets it.
+
+    `request` is the pivot form that every dialect is converted to; `body` and `dialect` are what the client sent,
+    for engines that speak the same dialect and can pass its fields on. `session` is the `X-Session-ID` to use
+    upstream. `want_tokens` is True when the call is captured: the engine must return ids and logprobs if it can.
+    """
+
+    request: ResponsesRequest
+    call_id: str
+    session: str | None = None
+    want_tokens: bool = False
+    dialect: Dialect = "responses"
+    body: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReply:
+    """One finished generation: Responses items in order (reasoning, message, function_call), ids when known.
+
+    `token_fault` says why `tokens` is missing or not to be trusted (`no_token_ids: ...`); None when all is well.
+    """
+
+    output: tuple[Item, ...]
+    finish_reason: FinishReason
+    model: str
+    usage: Usage = Usage()
+    tokens: SampledTokens | None = None
+    token_fault: str | None = None
+    response_id: str | None = None
+
+
+class Engine(Protocol):
+    """An inference engine behind a model server."""
+
+    capabilities: Capabilities
+
+    async def start(self) -> None:
+        """On return the engine can serve. Raises `EngineUnavailable` (naming the URL or the missing part) if not."""
+
+    async def generate(self, request: EngineRequest) -> EngineReply:
+        """On return the generation is complete. Raises `UpstreamError` subclasses; never returns half a reply."""
+
+    async def close(self) -> None:
+        """On return no request is running and no thread, process or socket of the engine is left."""

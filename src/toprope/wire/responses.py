@@ -1,0 +1,53 @@
+"""The Responses format: items, requests, replies. Other people's wire, kept as they spell it; never converts.
+
+Items are the dictionaries of the wire (a `TypedDict` names the fields we read; unknown ones stay where they are), so
+that what a client sent is what is recorded and what is sent on. Requests and replies are frozen values whose foreign
+fields live in `extra`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypedDict
+
+Item: TypeAlias = dict[str, Any]
+"""One input or output item: message, reasoning, function_call, function_call_output or a kind we do not know."""
+
+Tool: TypeAlias = dict[str, Any]
+"""One entry of `tools`: `{"type": "function", "name", "description"?, "parameters", "strict"?}` or a foreign kind."""
+
+
+class FunctionCall(TypedDict, total=False):
+    """A `function_call` item; `arguments` is the string the model produced, never parsed and dumped again."""
+
+    type: Literal["function_call"]
+    id: str
+    call_id: str
+    name: str
+    arguments: str
+    status: str
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesRequest:
+    """A Responses create request: the fields we read by name, all others in `extra`, in the order they came.
+
+    `input` is always a tuple of items (a bare string becomes one user message). `seed`, `stop` and `top_k` are not
+    OpenAI's but common among open engines, and accepted in every dialect.
+    """
+
+    input: tuple[Item, ...]
+    model: str | None = None
+    instructions: str | None = None
+    tools: tuple[Tool, ...] = ()
+    tool_choice: str | Mapping[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stream: bool = False
+    extra: Mapping[str, Any] = field(default_factory=dict)
