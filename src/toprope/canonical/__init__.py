@@ -1,0 +1,1 @@
+"""Bytes that compare: canonical JSON, digests, rolling hashes."""

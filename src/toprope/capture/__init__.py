@@ -1,0 +1,1 @@
+"""Custody of sampled tokens: protocols, stores, recorder, delivery. Never decides rewards."""

@@ -1,0 +1,1 @@
+"""The environments and agents that ship."""

@@ -1,0 +1,1 @@
+"""The `toprope` program: one module a command."""

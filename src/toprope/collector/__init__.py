@@ -1,0 +1,1 @@
+"""Tasks in, results out: plan, dispatch, finish, summary, audit."""

@@ -1,0 +1,1 @@
+"""Wire to wire, in pure tables: Chat, Responses, Messages."""

@@ -1,0 +1,1 @@
+"""One way to build a server, one client, one in-process transport."""

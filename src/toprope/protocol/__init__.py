@@ -1,0 +1,1 @@
+"""Our own messages between servers, closed where NeMo Gym's are closed."""

@@ -1,0 +1,1 @@
+"""The four roles. They never import each other; they speak only the protocol."""

@@ -1,0 +1,1 @@
+"""What is observed and never decides: log set-up and records of model calls."""

@@ -1,0 +1,1 @@
+"""The environment server: one `POST /run` is one episode."""

@@ -1,0 +1,1 @@
+"""The model server: one inference engine behind three dialects."""

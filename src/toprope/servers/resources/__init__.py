@@ -1,0 +1,1 @@
+"""The resources server: per-episode state, tools and verify."""

@@ -1,0 +1,1 @@
+"""Engines: one small interface, adapters beside it."""

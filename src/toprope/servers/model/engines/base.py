@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
+from toprope.tokens.sampled import SampledTokens as SampledTokens
 from toprope.wire.responses import Item, ResponsesRequest
 
 Dialect = Literal["chat", "responses", "messages"]
@@ -29,21 +27,6 @@ class Capabilities:
     accepts_token_prompt: bool = False
     streams_ids: bool = False
     logprobs_mode: LogprobsMode = "raw"
-
-
-@dataclass(frozen=True, slots=True)
-class SampledTokens:
-    """The ids of one call, exactly as the engine saw and sampled them.
-
-    Shapes: `prompt_token_ids` (P,) uint32; `generation_token_ids` (G,) uint32; `generation_log_probs` (G,) float64 in
-    nats; `grammar_forced` (G,) bool, True where a grammar left exactly one legal id, or None where no grammar ran.
-    Values are what the engine gave: judging them (finite, in range, equal lengths) is the recorder's work.
-    """
-
-    prompt_token_ids: NDArray[np.uint32]
-    generation_token_ids: NDArray[np.uint32]
-    generation_log_probs: NDArray[np.float64]
-    grammar_forced: NDArray[np.bool_] | None = None
 
 
 @dataclass(frozen=True, slots=True)

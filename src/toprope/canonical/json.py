@@ -1,0 +1,78 @@
+"""JSON in and out, strictly: no bare NaN, integers of any size, lone surrogates kept as escapes.
+
+msgspec does the common case; what it cannot carry exactly (integers beyond 64 bits, lone surrogates) takes the
+standard library's slow road instead of being changed silently.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+
+_encoder = msgspec.json.Encoder()
+_sorted_encoder = msgspec.json.Encoder(order="sorted")
+
+
+class NotJson(ValueError):
+    """A text that is no JSON, or a value that JSON cannot carry; the message says where."""
+
+
+def loads(data: bytes | str) -> Any:
+    """Parse strict JSON. Integers keep all digits; NaN, Infinity and numbers beyond floats raise `NotJson`."""
+    try:
+        text = data if isinstance(data, str) else data.decode("utf-8")
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise NotJson(str(error)) from error
+
+
+def dumps(value: Any) -> bytes:
+    """Compact JSON. Raises `NotJson` naming the path of a value that cannot be stored (NaN, infinities, bytes, ...)."""
+    check_finite(value)
+    return _dumps(value, _encoder, sort=False)
+
+
+def canonical(value: Any) -> bytes:
+    """Compact JSON with sorted keys: equal values give equal bytes. Raises `NotJson` as `dumps` does."""
+    check_finite(value)
+    return _dumps(value, _sorted_encoder, sort=True)
+
+
+def _dumps(value: Any, encoder: msgspec.json.Encoder, *, sort: bool) -> bytes:
+    try:
+        return encoder.encode(value)
+    except (UnicodeEncodeError, OverflowError, TypeError, ValueError, RecursionError):
+        pass  # the standard library may carry it: big integers, lone surrogates
+    try:
+        text = json.dumps(value, separators=(",", ":"), sort_keys=sort, allow_nan=False, ensure_ascii=True)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise NotJson(str(error)) from error
+    return text.encode("ascii")
+
+
+def check_finite(value: Any, path: str = "$") -> None:
+    """Raise `NotJson` with the path of the first NaN or infinity in `value`."""
+    stack = [(value, path)]
+    while stack:
+        item, where = stack.pop()
+        if type(item) is float:
+            if item != item or item in (float("inf"), float("-inf")):
+                raise NotJson(f"{where} is {item}, which JSON cannot carry")
+        elif isinstance(item, dict):
+            stack.extend((inner, f"{where}.{key}") for key, inner in item.items())
+        elif isinstance(item, list | tuple) and set(map(type, item)) != {int}:
+            # (A list of token ids holds no floats, which one pass in C shows.)
+            stack.extend((inner, f"{where}[{index}]") for index, inner in enumerate(item))
+
+
+def _refuse_constant(name: str) -> Any:
+    raise NotJson(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if number in (float("inf"), float("-inf")):
+        raise NotJson(f"number {text} is beyond the range of a float")
+    return number

@@ -1,0 +1,199 @@
+"""`TokenEntry`: the record of one model call, checked at construction.
+
+Pure values. How a record is packed on disk is a store's affair, whose parent it is `lineage`'s, what becomes of a
+rollout's records `lifecycle`'s. Imports numpy and nothing heavier, so that an inference worker can import it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+SCHEMA_VERSION = 1
+ABSENT_LOGPROB = -9999.0
+"""What vLLM sends where it has no logprob; never a value to store."""
+
+ParentDecision = Literal["root", "resolved", "unresolved"]
+
+
+class BadRecord(ValueError):
+    """Evidence that must not become a record. `reason` is one of the snapshot's typed incompleteness reasons."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpan:
+    """Generated positions [start, end) that were sampled under `version` of the weights."""
+
+    start: int
+    end: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenEntry:
+    """One model call as the policy made it.
+
+    Shapes: `prompt_token_ids` (P,) uint32, the whole prompt, or only what follows the parent's prompt + generation
+    when `prompt_is_delta`; `generation_token_ids` (G,) uint32; `generation_log_probs` (G,) float64 in nats, bit-exact
+    as the engine gave them; `grammar_forced` (G,) bool or None. `cum_len` is the length of whole prompt + generation,
+    `chain_hash` the rolling hash over it (`tokens.hashing`). `output_items` are Responses items without token arrays;
+    `token_item_index` is the last one, which carries the arrays in projections, or None when there is none.
+
+    Raises `BadRecord` for: lengths of ids and logprobs that differ, a logprob that is NaN, infinite, positive beyond
+    rounding or the engine's placeholder, an id outside [0, 2**32), an empty whole prompt, a `token_item_index` outside
+    `output_items`, ids without logprobs or the reverse, a newer `schema_version`.
+    """
+
+    rollout_id: str
+    model_call_id: str
+    model: str
+    created_at: float
+    prompt_token_ids: NDArray[np.uint32]
+    generation_token_ids: NDArray[np.uint32]
+    generation_log_probs: NDArray[np.float64]
+    output_items: tuple[dict[str, Any], ...] = ()
+    token_item_index: int | None = None
+    logprobs_mode: str = "raw"
+    grammar_forced: NDArray[np.bool_] | None = None
+    routed_experts: Any = None
+    response_id: str | None = None
+    request_digest: str | None = None
+    item_digests: tuple[str, ...] = ()
+    parent_decision: ParentDecision = "root"
+    parent_call_id: str | None = None
+    parent_resolution_reason: str | None = None
+    prompt_is_delta: bool = False
+    cum_len: int | None = None
+    chain_hash: str | None = None
+    finish_reason: str | None = None
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    weight_versions: tuple[WeightSpan, ...] = ()
+    client_gone: bool = False
+    media: bool = False
+    dialect: str | None = None
+    schema_version: int = SCHEMA_VERSION
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "prompt_token_ids", as_ids(self.prompt_token_ids, "prompt_token_ids"))
+        put(self, "generation_token_ids", as_ids(self.generation_token_ids, "generation_token_ids"))
+        put(self, "generation_log_probs", as_log_probs(self.generation_log_probs))
+        if self.grammar_forced is not None:
+            put(self, "grammar_forced", _frozen(np.asarray(self.grammar_forced, dtype=np.bool_)))
+        put(self, "output_items", tuple(self.output_items))
+        self._check()
+
+    def _check(self) -> None:
+        if not 0 < self.schema_version <= SCHEMA_VERSION:
+            raise BadRecord("write_failed", f"schema_version {self.schema_version}: this reads up to {SCHEMA_VERSION}")
+        generated = len(self.generation_token_ids)
+        if generated != len(self.generation_log_probs):
+            raise BadRecord(
+                "length_mismatch", f"{generated} generated ids but {len(self.generation_log_probs)} logprobs"
+            )
+        if self.grammar_forced is not None and len(self.grammar_forced) != generated:
+            raise BadRecord("length_mismatch", f"{generated} generated ids but {len(self.grammar_forced)} forced flags")
+        if not self.prompt_is_delta and len(self.prompt_token_ids) == 0:
+            raise BadRecord("no_token_ids", "the prompt has no token ids")
+        if self.prompt_is_delta and self.parent_call_id is None:
+            raise BadRecord("no_token_ids", "a delta prompt names no parent")
+        index = self.token_item_index
+        if index is not None and not 0 <= index < len(self.output_items):
+            raise BadRecord(
+                "length_mismatch", f"token_item_index {index} outside {len(self.output_items)} output items"
+            )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, TokenEntry):
+            return NotImplemented
+        return all(_same(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def model_dump(self) -> dict[str, Any]:
+        """The record as plain JSON values (lists of ints and floats), fields by name; the inverse of `from_dump`."""
+        out: dict[str, Any] = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, np.ndarray):
+                value = value.tolist()
+            elif f.name == "weight_versions":
+                value = [[s.start, s.end, s.version] for s in value]
+            elif isinstance(value, tuple):
+                value = list(value)
+            elif isinstance(value, Mapping):
+                value = dict(value)
+            out[f.name] = value
+        extra = out.pop("extra")
+        return {**extra, **out}
+
+    @classmethod
+    def from_dump(cls, dump: Mapping[str, Any]) -> TokenEntry:
+        """Read `model_dump`'s form. Unknown keys are kept in `extra`; raises `BadRecord` as construction does."""
+        known = {f.name for f in fields(cls)} - {"extra"}
+        values = {k: v for k, v in dump.items() if k in known}
+        version = values.get("schema_version", SCHEMA_VERSION)
+        if not isinstance(version, int) or version > SCHEMA_VERSION:
+            raise BadRecord("write_failed", f"schema_version {version!r}: this reads up to {SCHEMA_VERSION}")
+        missing = {"prompt_token_ids", "generation_token_ids", "generation_log_probs"} - values.keys()
+        if missing:
+            raise BadRecord("no_token_ids", f"half a bundle: {', '.join(sorted(missing))} missing")
+        values["weight_versions"] = tuple(WeightSpan(*span) for span in values.get("weight_versions") or ())
+        for name in ("output_items", "item_digests"):
+            values[name] = tuple(values.get(name) or ())
+        return cls(**values, extra={k: v for k, v in dump.items() if k not in known})
+
+
+def as_ids(values: Sequence[int] | NDArray[Any], name: str) -> NDArray[np.uint32]:
+    """`values` as a read-only (N,) uint32 array. Raises `BadRecord` naming the first value outside [0, 2**32)."""
+    array = np.asarray(values)
+    if array.dtype == np.uint32 and array.ndim == 1:
+        return _frozen(array)
+    if array.size == 0:
+        return _frozen(np.zeros(0, dtype=np.uint32))
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise BadRecord("no_token_ids", f"{name}: expected a flat list of integers")
+    bad = (array < 0) | (array >= 2**32)
+    if bad.any():
+        where = int(np.argmax(bad))
+        raise BadRecord("no_token_ids", f"{name}[{where}] is {array[where]}, outside [0, 2**32)")
+    return _frozen(array.astype(np.uint32))
+
+
+def as_log_probs(values: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
+    """`values` as a read-only (N,) float64 array. Raises `BadRecord` naming the first that is no logprob."""
+    try:
+        array = np.asarray(values, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise BadRecord("bad_logprob", f"generation_log_probs: {error}") from error
+    if array.ndim != 1:
+        raise BadRecord("bad_logprob", "generation_log_probs: expected a flat list of numbers")
+    bad = ~np.isfinite(array) | (array == ABSENT_LOGPROB) | (array > 1e-4)
+    if bad.any():
+        where = int(np.argmax(bad))
+        what = "non-finite logprob" if not math.isfinite(array[where]) else f"logprob {array[where]}"
+        raise BadRecord("bad_logprob", f"{what} at {where}")
+    return _frozen(array)
+
+
+def _frozen(array: NDArray[Any]) -> NDArray[Any]:
+    if array.flags.writeable:
+        array = array.copy()
+        array.flags.writeable = False
+    return array
+
+
+def _same(left: Any, right: Any) -> bool:
+    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
+        return bool(np.array_equal(left, right))
+    return bool(left == right)
