@@ -1,0 +1,43 @@
+# Each target sets up what it needs; the first run installs into .venv.
+PY := .venv/bin/python
+# Threads of numeric libraries: two test workers share the machine.
+export OPENBLAS_NUM_THREADS ?= 1
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help setup demo test check lint bench docs clean
+
+help:
+	@echo "make demo   collect real rollouts with a real small model, then look at them"
+	@echo "make test   everything CI runs: lint, types, floors, all tests"
+	@echo "make check  the same without the slow tests"
+	@echo "make bench  benchmarks, as ratios against a baseline of the same run"
+	@echo "make docs   write the generated reference pages"
+	@echo "make setup  build .venv for development"
+
+setup:
+	@scripts/setup.sh dev
+
+demo:
+	@scripts/setup.sh demo
+	@.venv/bin/toprope demo
+
+lint: setup
+	@$(PY) -m ruff check .
+	@$(PY) -m ruff format --check .
+	@$(PY) -m mypy
+	@.venv/bin/lint-imports
+
+test: lint
+	@$(PY) -m pytest -n 2 --dist loadfile
+
+check: lint
+	@$(PY) -m pytest -n 2 --dist loadfile -m "not slow"
+
+bench: setup
+	@$(PY) -m bench
+
+docs: setup
+	@$(PY) scripts/make_docs.py
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build
