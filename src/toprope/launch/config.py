@@ -1,0 +1,154 @@
+"""One configuration: its settings read, typed and checked against each other.
+
+Left to others: which settings there are (`settings`), reading files (`load`), building what is named (`build`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from toprope.errors.tree import ConfigError
+from toprope.launch.load import load_values
+from toprope.launch.settings import (
+    ROLES,
+    AgentConfig,
+    CaptureConfig,
+    Config,
+    EnvironmentConfig,
+    ModelConfig,
+    ResourcesConfig,
+    RunConfig,
+    ServerConfig,
+    TaskSource,
+)
+from toprope.launch.strict import Where, nearest, read, refuse_unknown, shown
+
+LOOPBACK = ("127.0.0.1", "localhost")
+
+
+class Configuration(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked configuration: every name in it resolves to a server of the right role."""
+
+    file: str
+    directory: Path
+    servers: dict[str, ServerConfig]
+    run: RunConfig | None
+    capture: CaptureConfig
+
+    def named(self, role: type[ServerConfig]) -> dict[str, Any]:
+        """The servers of one role, in the order of the file."""
+        return {name: server for name, server in self.servers.items() if isinstance(server, role)}
+
+    def captured(self, agent: str) -> bool:
+        """Whether rollouts of this agent are selected for token capture."""
+        config = self.servers[agent]
+        chosen = self.capture.all_agents or (isinstance(config, AgentConfig) and config.token_id_capture)
+        return self.capture.enabled and chosen
+
+
+def load_configuration(path: Path, sets: Sequence[str], environ: Mapping[str, str]) -> Configuration:
+    """Read, type and check `path`. Raises `ConfigError` naming file, key path, value and the nearest valid name."""
+    return read_configuration(load_values(path, sets, environ), file=str(path), directory=path.parent)
+
+
+def read_configuration(values: Mapping[str, Any], *, file: str, directory: Path) -> Configuration:
+    """Type and check values that were read already."""
+    where = Where(file)
+    top = read(dict(values), Config, where)
+    if not top.servers:
+        raise ConfigError(f"{where.at('servers')}: no server is named; accepted: names with a role each.")
+    servers = {name: _read_server(value, where.at("servers").at(name)) for name, value in top.servers.items()}
+    configuration = Configuration(
+        file=file, directory=directory, servers=servers, run=top.run, capture=top.token_id_capture
+    )
+    for name, server in servers.items():
+        _check_server(configuration, name, server, where.at("servers").at(name))
+    if top.run is not None:
+        _check_run(configuration, top.run, where.at("run"))
+    return configuration
+
+
+def _read_server(value: Any, where: Where) -> ServerConfig:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{where}: {shown(value)} is not accepted; accepted: a mapping with the key role.")
+    role = value.get("role")
+    if not isinstance(role, str) or role not in ROLES:
+        what = "this key is required" if "role" not in value else f"{shown(role)} is not accepted"
+        raise ConfigError(f"{where.at('role')}: {what}; {nearest(str(role or ''), ROLES)}.")
+    refuse_unknown(value, (*ROLES[role].__struct_fields__, "role"), where)
+    server = read({key: item for key, item in value.items() if key != "role"}, ROLES[role], where)
+    assert isinstance(server, ServerConfig)
+    return server
+
+
+def _check_server(configuration: Configuration, name: str, server: ServerConfig, where: Where) -> None:
+    if server.place == "process":
+        raise ConfigError(
+            f"{where.at('place')}: 'process' is not supported yet, every server shares this process; accepted: inline."
+        )
+    if isinstance(server, ModelConfig | ResourcesConfig) and server.workers > 1:
+        raise ConfigError(f"{where.at('workers')}: {server.workers} is not supported yet; accepted: 1.")
+    if isinstance(server, ResourcesConfig) and server.protocol == "flat":
+        raise ConfigError(f"{where.at('protocol')}: 'flat' is not supported yet; accepted: typed.")
+    if server.url is not None:
+        if not server.url.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"{where.at('url')}: {shown(server.url)} is not accepted; accepted: http://... or https://..."
+            )
+        return
+    if server.host not in LOOPBACK and not server.api_key:
+        raise ConfigError(
+            f"{where.at('host')}: {shown(server.host)} is reachable from other machines and needs `api_key`; "
+            f"accepted without one: {' or '.join(LOOPBACK)}."
+        )
+    required = {
+        ModelConfig: ("engine",),
+        ResourcesConfig: ("use",),
+        AgentConfig: ("use", "model"),
+        EnvironmentConfig: ("resources", "agent"),
+    }
+    for key in required[type(server)]:
+        if not getattr(server, key):
+            raise ConfigError(f"{where.at(key)}: this key is required unless `url` says where the server runs.")
+    if isinstance(server, AgentConfig):
+        _reference(configuration, server.model, ModelConfig, where.at("model"))
+    if isinstance(server, EnvironmentConfig):
+        _reference(configuration, server.resources, ResourcesConfig, where.at("resources"))
+        _reference(configuration, server.agent, AgentConfig, where.at("agent"))
+
+
+def _check_run(configuration: Configuration, run: RunConfig, where: Where) -> None:
+    if run.agent is not None:
+        raise ConfigError(
+            f"{where.at('agent')}: dispatch to an agent's own /run is not supported yet; accepted: `environment`."
+        )
+    if isinstance(run.environment, str):
+        _reference(configuration, run.environment, EnvironmentConfig, where.at("environment"))
+    elif run.environment is not None:
+        for taskset, share in run.environment.items():
+            name = share if isinstance(share, str) else share.environment
+            _reference(configuration, name, EnvironmentConfig, where.at("environment").at(taskset))
+    for index, source in enumerate(task_sources(run)):
+        if source.generate is not None:
+            place = where.at("tasks").at(index) if isinstance(run.tasks, list) else where.at("tasks")
+            _reference(configuration, source.generate, ResourcesConfig, place.at("generate"))
+
+
+def task_sources(run: RunConfig) -> list[TaskSource]:
+    """The task sources in order, a bare path read as a file."""
+    tasks = run.tasks if isinstance(run.tasks, list) else [] if run.tasks is None else [run.tasks]
+    return [TaskSource(file=task) if isinstance(task, str) else task for task in tasks]
+
+
+def _reference(configuration: Configuration, name: str | None, role: type[ServerConfig], where: Where) -> None:
+    servers = configuration.named(role)
+    if name in servers:
+        return
+    role_name = next(text for text, kind in ROLES.items() if kind is role)
+    other = configuration.servers.get(name or "")
+    what = f"is a server of another role, not {role_name}" if other is not None else f"names no {role_name} server"
+    raise ConfigError(f"{where}: {shown(name)} {what}; {nearest(name or '', servers)}.")

@@ -1,0 +1,134 @@
+"""From a name in a configuration to an object: entry points, `module:Class`, and constructors called by name.
+
+A wrong argument is refused before the constructor runs, with the nearest valid name from its signature.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from toprope.errors.tree import ConfigError, TopropeError
+from toprope.launch.strict import FromEnvironment, Where, leaf, nearest, shown
+
+GROUPS = {
+    "engine": "toprope.engines",
+    "agent": "toprope.agents",
+    "resources": "toprope.environments",
+    "environment": "toprope.protocols",
+}
+
+
+def importable(*directories: Path) -> None:
+    """Make modules beside a configuration importable, after everything that is installed."""
+    for directory in directories:
+        text = str(directory.resolve())
+        if text not in sys.path:
+            sys.path.append(text)
+
+
+def find(name: str, group: str, where: Where) -> Callable[..., Any]:
+    """What `name` stands for: an entry point of `group`, or `module:Class`. Raises `ConfigError`."""
+    if ":" in name:
+        return _load(EntryPoint(name, name, group), where)
+    known = {point.name: point for point in entry_points(group=group)}
+    if name not in known:
+        raise ConfigError(f"{where}: {shown(name)} is not installed; {nearest(name, known)}, or module:Class.")
+    return _load(known[name], where)
+
+
+def _load(point: EntryPoint, where: Where) -> Callable[..., Any]:
+    try:
+        target: Any = importlib.import_module(point.module)
+        for part in (point.attr or "").split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{where}: {shown(point.value)} cannot be loaded: {error}{_extra_hint(error)}.") from error
+    if not callable(target):
+        raise ConfigError(f"{where}: {shown(point.value)} is {shown(target)}; accepted: a class.")
+    found: Callable[..., Any] = target
+    return found
+
+
+def build(
+    target: Callable[..., Any], given: Mapping[str, Any], where: Where, *, offered: Mapping[str, Any] | None = None
+) -> Any:
+    """`target(**given)`, with those of `offered` that it has parameters for. Raises `ConfigError` at `where`."""
+    parameters = _parameters(target)
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    ours = {name: value for name, value in (offered or {}).items() if name in named}
+    accepted = [name for name in named if name not in ours]
+    for name in given:
+        if name in ours or (name not in named and not open_ended):
+            raise ConfigError(f"{where.at(name)}: {_title(target)} has no such setting; {nearest(name, accepted)}.")
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in given and name not in ours:
+            raise ConfigError(f"{where.at(name)}: {_title(target)} needs this setting; accepted: {_hint(parameter)}.")
+    hints = _type_hints(target)
+    typed = {name: _typed(value, hints.get(name), where.at(name)) for name, value in given.items()}
+    try:
+        return target(**typed, **ours)
+    except TopropeError as error:
+        raise ConfigError(f"{where}: {error.message}") from error
+    except ImportError as error:
+        raise ConfigError(f"{where}: {_title(target)} cannot start: {error}{_extra_hint(error)}.") from error
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{where}: {_title(target)} refuses its settings: {error}") from error
+
+
+def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(target).parameters
+    except (TypeError, ValueError):
+        return {}
+
+
+def _type_hints(target: Callable[..., Any]) -> dict[str, Any]:
+    try:
+        return get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
+    except (NameError, TypeError, AttributeError):
+        return {}  # annotations that cannot be resolved: the constructor itself judges the value
+
+
+def _typed(value: Any, hint: Any, where: Where) -> Any:
+    if hint is None:
+        return _plain(value)
+    try:
+        return leaf(_plain(value) if not isinstance(value, FromEnvironment) else value, hint, where)
+    except TypeError:
+        return _plain(value)  # an annotation that is no JSON type: the constructor itself judges the value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return str(value) if isinstance(value, FromEnvironment) else value
+
+
+def _title(target: Callable[..., Any]) -> str:
+    return getattr(target, "__name__", repr(target))
+
+
+def _hint(parameter: inspect.Parameter) -> str:
+    annotation = parameter.annotation
+    return "a value" if annotation is parameter.empty else str(getattr(annotation, "__name__", annotation))
+
+
+def _extra_hint(error: Exception) -> str:
+    extras = {
+        "reasoning_gym": "reasoning-gym",
+        "onnxruntime": "embedded",
+        "tokenizers": "embedded",
+        "llguidance": "embedded",
+    }
+    missing = getattr(error, "name", None)
+    extra = extras.get((missing or "").partition(".")[0])
+    return f"; install it with: pip install 'toprope[{extra}]'" if extra else ""

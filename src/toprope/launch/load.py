@@ -1,0 +1,114 @@
+"""One YAML file into plain values: strict YAML, `--set` changes, `${NAME}` and `${NAME:default}`.
+
+Order: parse, then `--set`, then the environment, so that both sources may use it. Left to others: which keys there
+are (`config`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from toprope.errors.tree import ConfigError
+from toprope.launch.strict import FromEnvironment, Where, shown
+
+_REFERENCE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::(?P<default>[^}]*))?\}")
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """Safe YAML that refuses a key written twice; the later one would silently win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[Any, int] = {}
+        for key_node, _ in node.value:
+            key = getattr(key_node, "value", None)
+            line = key_node.start_mark.line + 1
+            if isinstance(key, str) and key != "<<" and seen.setdefault(key, line) != line:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands twice, in lines {seen[key]} and {line}", key_node.start_mark
+                )
+        return super().construct_mapping(node, deep=deep)
+
+
+def load_values(path: Path, sets: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The file's values with `sets` (`a.b=c`) and the environment applied. Raises `ConfigError` naming the place."""
+    where = Where(str(path))
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ConfigError(f"{path}: the configuration cannot be read: {reason}; accepted: one YAML file.") from error
+    values = parse_yaml(text, where)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: the file holds {shown(values)}; accepted: a mapping with the keys servers and run.")
+    for setting in sets:
+        apply_set(values, setting)
+    expanded = expand(values, environ, where)
+    assert isinstance(expanded, dict)
+    return expanded
+
+
+def parse_yaml(text: str, where: Where) -> Any:
+    """One YAML document as plain values. Raises `ConfigError` with line and column."""
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        raise ConfigError(f"{where}{place}: this is not YAML: {error.problem or error.context}.") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{where}: this is not YAML: {error}") from error
+
+
+def apply_set(values: dict[str, Any], setting: str) -> None:
+    """Apply one `a.b=c` in place; `c` is read as YAML. A number addresses a list's item."""
+    where = Where(f"--set {setting}")
+    path, equals, text = setting.partition("=")
+    keys = path.strip().split(".")
+    if not equals or not all(keys):
+        raise ConfigError(f"{where}: accepted: KEY=VALUE, where KEY is a path with dots, such as run.repeats=8.")
+    value = parse_yaml(text, where)
+    place: Any = values
+    for depth, key in enumerate(keys):
+        last = depth == len(keys) - 1
+        if isinstance(place, list):
+            if not key.isdecimal() or int(key) >= len(place):
+                raise ConfigError(f"{where}: {key!r} is no index of a list with {len(place)} items.")
+            key_or_index: Any = int(key)
+        elif isinstance(place, dict):
+            key_or_index = key
+            if not last and place.get(key) is None:
+                place[key] = {}
+        else:
+            raise ConfigError(f"{where}: {'.'.join(keys[:depth])} is {shown(place)} and has no keys.")
+        if last:
+            place[key_or_index] = value
+        else:
+            place = place[key_or_index]
+
+
+def expand(value: Any, environ: Mapping[str, str], where: Where) -> Any:
+    """`value` with every `${NAME}` and `${NAME:default}` replaced. Raises `ConfigError` if one is unset."""
+    if isinstance(value, dict):
+        return {key: expand(item, environ, where.at(key)) for key, item in value.items()}
+    if isinstance(value, list):
+        return [expand(item, environ, where.at(index)) for index, item in enumerate(value)]
+    if not isinstance(value, str) or "${" not in value:
+        return value
+
+    def replace(match: re.Match[str]) -> str:
+        name, default = match["name"], match["default"]
+        found = environ.get(name, default)
+        if found is None:
+            raise ConfigError(
+                f"{where}: the environment variable {name} is not set; set it, or write ${{{name}:default}}."
+            )
+        return found
+
+    whole = _REFERENCE.fullmatch(value)
+    text = _REFERENCE.sub(replace, value)
+    return FromEnvironment(text) if whole else text

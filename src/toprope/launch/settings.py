@@ -1,0 +1,222 @@
+"""The settings of a configuration file, as typed values.
+
+The descriptions are the reference: docs/reference/configuration.md is generated from them. Left to others: checks
+between settings (`config`), reading files (`load`), building what is named (`build`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeAlias
+
+import msgspec
+from msgspec import Meta
+
+Seconds: TypeAlias = Annotated[float, Meta(ge=0)]
+PositiveSeconds: TypeAlias = Annotated[float, Meta(gt=0)]
+Count: TypeAlias = Annotated[int, Meta(ge=1)]
+
+
+class _Server(msgspec.Struct, frozen=True, kw_only=True):
+    url: Annotated[
+        str | None,
+        Meta(description="Where the server runs, if it is not started here: any NeMo Gym protocol server."),
+    ] = None
+    place: Annotated[
+        Literal["inline", "process"],
+        Meta(description="Where it runs: `inline` shares this process. `process` is not there yet and refused."),
+    ] = "inline"
+    host: Annotated[str, Meta(description="The address to bind; anything but loopback needs `api_key`.")] = "127.0.0.1"
+    port: Annotated[
+        int | None,
+        Meta(description="The port to bind, 0 for any free one. A server with a port is bound in every command."),
+    ] = None
+    api_key: Annotated[str | None, Meta(description="The key that callers must send as a bearer token.")] = None
+
+
+class ModelConfig(_Server, frozen=True, kw_only=True):
+    """`role: model`: a model server in front of one engine."""
+
+    engine: Annotated[
+        dict[str, Any],
+        Meta(
+            description="`kind` (an entry point of `toprope.engines`, or `module:Class`) and the keyword arguments "
+            "of that engine: `{kind: openai, base_url: ..., model: ...}`. Required unless `url` is given."
+        ),
+    ] = {}
+    use: Annotated[
+        str | None, Meta(description="A subclass of `toprope.ModelServer` as `module:Class`; absent: ours.")
+    ] = None
+    identity: Annotated[
+        list[Literal["header", "api_key", "session_path"]],
+        Meta(
+            description="Where to look for the rollout when the path names none: `X-Session-ID`, the API key, "
+            "`/sessions/<key>/v1/...`."
+        ),
+    ] = []
+    capture: Annotated[bool, Meta(description="Capture also calls whose identity came from `identity`.")] = False
+    workers: Annotated[Count, Meta(description="Worker processes. Only 1 is there yet.")] = 1
+
+
+class ResourcesConfig(_Server, frozen=True, kw_only=True):
+    """`role: resources`: the environment proper, with its tools, state and verifier."""
+
+    use: Annotated[
+        str | None,
+        Meta(
+            description="An entry point of `toprope.environments`, or `module:Class`. Required unless `url` is given."
+        ),
+    ] = None
+    config: Annotated[dict[str, Any], Meta(description="The environment's own settings, its keyword arguments.")] = {}
+    session_ttl_s: Annotated[PositiveSeconds, Meta(description="Seconds after which an unused session expires.")] = 900
+    protocol: Annotated[
+        Literal["typed", "flat"],
+        Meta(description="How a server elsewhere is driven. `flat` (older environments) is not there yet and refused."),
+    ] = "typed"
+    workers: Annotated[Count, Meta(description="Worker processes. Only 1 is there yet.")] = 1
+
+
+class AgentConfig(_Server, frozen=True, kw_only=True):
+    """`role: agent`: the harness that drives a model."""
+
+    use: Annotated[
+        str | None,
+        Meta(description="An entry point of `toprope.agents`, or `module:Class`. Required unless `url` is given."),
+    ] = None
+    config: Annotated[dict[str, Any], Meta(description="The agent's own settings, its keyword arguments.")] = {}
+    model: Annotated[
+        str | None, Meta(description="The model server that it calls. Required unless `url` is given.")
+    ] = None
+    token_id_capture: Annotated[bool, Meta(description="Capture the tokens of this agent's rollouts.")] = False
+    max_steps: Annotated[Count | None, Meta(description="Model calls in one activation, at most.")] = None
+    allow_sessionless: Annotated[bool, Meta(description="Serve calls that belong to no session.")] = False
+
+
+class EnvironmentConfig(_Server, frozen=True, kw_only=True):
+    """`role: environment`: runs episodes, one `POST /run` each."""
+
+    use: Annotated[str, Meta(description="An entry point of `toprope.protocols`, or `module:Class`.")] = (
+        "single_agent_turn"
+    )
+    resources: Annotated[str | None, Meta(description="The resources server. Required unless `url` is given.")] = None
+    agent: Annotated[str | None, Meta(description="The agent server. Required unless `url` is given.")] = None
+    tools: Annotated[
+        list[Literal["direct_http", "mcp"]],
+        Meta(description="How the agent is given the environment's tools; none by default."),
+    ] = []
+    gradable_on_timeout: Annotated[
+        bool, Meta(description="Verify the partial output of an agent that ran out of time.")
+    ] = False
+    max_concurrent_episodes: Annotated[Count | None, Meta(description="Episodes at once; none: no limit here.")] = None
+    queue_timeout_s: Annotated[PositiveSeconds, Meta(description="How long an episode may wait for admission.")] = 600
+    episode_timeout_s: Annotated[PositiveSeconds, Meta(description="Bound of an episode, without clean-up.")] = 3600
+    agent_timeout_s: Annotated[
+        PositiveSeconds | None, Meta(description="Bound of the activation; none: what the episode leaves.")
+    ] = None
+    verify_timeout_s: Annotated[PositiveSeconds, Meta(description="Bound of verify.")] = 300
+    cleanup_timeout_s: Annotated[PositiveSeconds, Meta(description="Bound of closing the sessions.")] = 30
+
+
+ServerConfig: TypeAlias = ModelConfig | ResourcesConfig | AgentConfig | EnvironmentConfig
+ROLES: Mapping[str, type[ServerConfig]] = {
+    "model": ModelConfig,
+    "resources": ResourcesConfig,
+    "agent": AgentConfig,
+    "environment": EnvironmentConfig,
+}
+
+
+class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
+    """One source of tasks: `{generate: <resources server>, size, seed}` or `{file: <path>}`."""
+
+    generate: Annotated[str | None, Meta(description="A resources server whose environment makes its own tasks.")] = (
+        None
+    )
+    size: Annotated[Count, Meta(description="How many tasks to generate.")] = 32
+    seed: Annotated[int, Meta(description="The seed of the generator.")] = 0
+    file: Annotated[
+        str | None,
+        Meta(description="A JSONL file; relative to the configuration's directory, else to the current one."),
+    ] = None
+    limit: Annotated[Count | None, Meta(description="Take only the first tasks of this source.")] = None
+
+    def __post_init__(self) -> None:
+        if (self.generate is None) == (self.file is None):
+            raise ValueError("a task source names either `generate: <resources server>` or `file: <path>`")
+
+
+class EnvironmentShare(msgspec.Struct, frozen=True, kw_only=True):
+    """Which environment a taskset goes to, and how."""
+
+    environment: Annotated[str, Meta(description="The environment server.")]
+    weight: Annotated[float, Meta(gt=0, description="Share of this taskset in the order of dispatch.")] = 1.0
+    sampling: Annotated[
+        dict[str, Any],
+        Meta(description="Fields set in `responses_create_params` of its tasks, such as temperature and seed."),
+    ] = {}
+
+
+class TransportConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """How long a call between servers is tried again."""
+
+    budget_s: Annotated[PositiveSeconds, Meta(description="Seconds from the first failure.")] = 15.0
+    attempts: Annotated[Count, Meta(description="Attempts in all.")] = 4
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`run`: what to collect. `toprope serve` needs none."""
+
+    environment: Annotated[
+        str | dict[str, str | EnvironmentShare] | None,
+        Meta(description="An environment server, or taskset -> environment server or {environment, weight, sampling}."),
+    ] = None
+    agent: Annotated[
+        str | None,
+        Meta(description="Dispatch to an agent's own `/run`. Not there yet and refused; use `environment`."),
+    ] = None
+    tasks: Annotated[
+        str | TaskSource | list[str | TaskSource] | None,
+        Meta(description="A JSONL file, a source, or a list of them."),
+    ] = None
+    repeats: Annotated[Count, Meta(description="Rollouts a task; they form a group.")] = 1
+    limit: Annotated[Count | None, Meta(description="Take only the first tasks.")] = None
+    concurrency: Annotated[Count, Meta(description="Episodes at once.")] = 16
+    max_attempts: Annotated[Count, Meta(description="Attempts a rollout, when failures are retryable.")] = 3
+    min_coverage: Annotated[
+        float, Meta(ge=0, le=1, description="The share of rollouts with a verdict that makes exit status 0.")
+    ] = 1.0
+    budget_s: Annotated[
+        PositiveSeconds | None, Meta(description="Wall-clock bound: then nothing new is sent, what runs is finished.")
+    ] = None
+    transport: Annotated[TransportConfig, Meta(description="Retries of calls between servers.")] = TransportConfig()
+    out: Annotated[str | None, Meta(description="The run directory; absent: `runs/<date>-<name>-<short id>`.")] = None
+    name: Annotated[str | None, Meta(description="The run's name in the directory's name; absent: the file's.")] = None
+
+
+class CaptureConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`token_id_capture`: the tokens of every call of selected agents, kept for training."""
+
+    enabled: Annotated[bool, Meta(description="Capture the agents that say `token_id_capture: true`.")] = False
+    all_agents: Annotated[bool, Meta(description="Capture every agent.")] = False
+    store: Annotated[
+        Literal["sqlite", "memory"], Meta(description="Where evidence is kept: one file a run, or memory (tests).")
+    ] = "sqlite"
+    on_capture_error: Annotated[
+        Literal["mask", "fail"], Meta(description="A loss after dispatch masks the rollout, or fails the model call.")
+    ] = "mask"
+    rebuild_response: Annotated[
+        bool, Meta(description="Put the captured tokens into the rows. `false`: write evidence only.")
+    ] = True
+    max_mask_fraction: Annotated[
+        float | None, Meta(ge=0, le=1, description="A higher share of masked rollouts stops the run.")
+    ] = None
+    mask_fraction_min_samples: Annotated[Count, Meta(description="Finalised rollouts before that share counts.")] = 50
+    settle_s: Annotated[Seconds, Meta(description="How long delivery waits for calls still open.")] = 5.0
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole configuration file."""
+
+    servers: Annotated[dict[str, Any], Meta(description="The servers by name; `role` says what each is.")]
+    run: Annotated[RunConfig | None, Meta(description="What to collect.")] = None
+    token_id_capture: Annotated[CaptureConfig, Meta(description="Token capture.")] = CaptureConfig()
