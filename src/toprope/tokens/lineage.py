@@ -1,0 +1,302 @@
+"""Whose continuation is this call? Decided when its reply is known, from recorded ids and the request's items.
+
+The parent is the recorded call whose prompt + generation is the longest prefix of this prompt, id by id, and whose
+items account for everything model-authored in the request. Never by text alone, never at a predicted offset. Pure:
+who waits for pending writes and who stores the answer is the recorder's affair; where the engine was given its prompt
+ids by us they prove nothing, and the model server matches on items instead.
+
+The index is a radix tree over ids: every strand holds only ids that no strand before it holds, a call stands at the
+position where its prompt + generation ends. Finding a parent walks one path down the tree and compares each id of
+the prompt once, however many calls came before.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from toprope.tokens.entry import ParentDecision, TokenEntry, as_ids
+from toprope.tokens.hashing import BLOCK_IDS, ChainHash, Ids, common_prefix
+from toprope.tokens.items import CountedMarks, content_of, item_digests
+
+FIRST_CALL: Final = "first_call"
+CONTINUES_NOTHING: Final = "continues_nothing"
+LONGEST_PREFIX: Final = "longest_prefix"
+INTERCHANGEABLE: Final = "interchangeable"
+UNRECORDED_TURN: Final = "unrecorded_turn"
+HISTORY_REWRITTEN: Final = "history_rewritten"
+AMBIGUOUS_PARENT: Final = "ambiguous_parent"
+
+
+@dataclass(frozen=True, slots=True)
+class ParentChoice:
+    """The decision for one call, and what its record takes over from it.
+
+    `reason` is one of this module's names; `history_rewritten` is followed by `:<call>@<position>`, the recorded call
+    whose ids the prompt leaves and the first differing position. `prompt_hash` is the chain hash state of the whole
+    prompt, made from the parent's: `prompt_hash.extend(generation).hexdigest()` is the entry's `chain_hash`, and
+    `suffix_start` where a delta prompt begins (0 without a parent). `item_digests` is what the entry stores: the marks
+    of the request that its parent does not account for.
+    """
+
+    decision: ParentDecision
+    parent_call_id: str | None
+    reason: str
+    prompt_hash: ChainHash
+    suffix_start: int = 0
+    item_digests: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Node:
+    """One recorded call, at the end of its prompt + generation."""
+
+    call_id: str
+    prompt_len: int
+    cum_len: int
+    strand: _Strand
+    blocks: bytes
+    parent: _Node | None
+    own_marks: tuple[str, ...]
+    seen: CountedMarks | None = None
+
+
+@dataclass(slots=True)
+class _Strand:
+    """Ids [start, start + size) of some sequences; the ids before `start` are its base's."""
+
+    start: int
+    base: _Strand | None
+    ids: NDArray[np.uint32] = field(default_factory=lambda: np.zeros(64, dtype=np.uint32))
+    size: int = 0
+    forks: dict[tuple[int, int], _Strand] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
+    calls: dict[int, list[_Node]] = field(default_factory=dict)
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+    def append(self, ids: NDArray[np.uint32]) -> None:
+        need = self.size + len(ids)
+        if need > len(self.ids):
+            grown = np.zeros(max(need, 2 * len(self.ids)), dtype=np.uint32)
+            grown[: self.size] = self.ids[: self.size]
+            self.ids = grown
+        self.ids[self.size : need] = ids
+        self.size = need
+
+    def place(self, node: _Node) -> None:
+        if node.cum_len not in self.calls:
+            insort(self.ends, node.cum_len)
+        self.calls.setdefault(node.cum_len, []).append(node)
+
+    def last_end(self, limit: int) -> int | None:
+        """The greatest end of a call on this strand that is at most `limit`."""
+        where = bisect_right(self.ends, limit)
+        return self.ends[where - 1] if where else None
+
+    def next_end(self, limit: int) -> int | None:
+        """The smallest end of a call on this strand that is beyond `limit`."""
+        where = bisect_right(self.ends, limit)
+        return self.ends[where] if where < len(self.ends) else None
+
+
+class LineageHistory:
+    """The recorded calls of one rollout, indexed as they arrive. Memory is the distinct ids plus a node a call."""
+
+    def __init__(self) -> None:
+        self._trunk = _Strand(start=0, base=None)
+        self._nodes: dict[str, _Node] = {}
+        self._root_requests: set[tuple[str, ...]] = set()
+        self._contents: set[str] = set()
+        self._unrecorded: list[CountedMarks] = []
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def __contains__(self, call_id: object) -> bool:
+        return call_id in self._nodes
+
+    def add(self, entry: TokenEntry, request_digests: Sequence[str] | None = None) -> None:
+        """Index one recorded call; `entry` has its whole prompt. A call id that is there already changes nothing.
+
+        `request_digests` are `item_digests(request items)`. Without them the entry's own `item_digests` serve, which
+        is enough to rebuild a history after a restart. Raises `ValueError` for a delta prompt.
+        """
+        if entry.prompt_is_delta:
+            raise ValueError(f"call {entry.model_call_id}: lineage needs the whole prompt, not a delta")
+        if entry.model_call_id in self._nodes:
+            return
+        parent = self._nodes.get(entry.parent_call_id or "") if entry.parent_decision == "resolved" else None
+        asked = tuple(entry.item_digests if request_digests is None else request_digests)
+        wrote = item_digests(entry.output_items)
+        new = parent_seen(parent).missing(asked) if parent is not None else asked
+        if entry.parent_decision == "root":
+            self._root_requests.add(asked)
+        self._contents.update(content_of(mark) for mark in (*asked, *wrote))
+        prompt = entry.prompt_token_ids
+        whole = np.concatenate([prompt, entry.generation_token_ids])
+        node = _Node(
+            call_id=entry.model_call_id,
+            prompt_len=len(prompt),
+            cum_len=len(whole),
+            strand=self._trunk,
+            blocks=self._hash_after(parent, whole).blocks,
+            parent=parent,
+            own_marks=(*new, *wrote),
+        )
+        self._nodes[node.call_id] = node
+        if len(entry.generation_token_ids) == 0:
+            return  # structural: never anybody's parent
+        node.strand = self._insert(whole)
+        node.strand.place(node)
+        # The bag moves down a straight chain instead of being copied at every call.
+        node.seen = parent_seen(parent, take=True) if parent is not None else CountedMarks()
+        node.seen.add(node.own_marks)
+
+    def note_unrecorded(self, request_digests: Sequence[str]) -> None:
+        """A call with this request went upstream and left no record (aborted): part of its reply may be kept."""
+        self._unrecorded.append(CountedMarks(request_digests))
+
+    # -- questions ----------------------------------------------------------------------------------------------
+
+    def candidates(self, prompt: NDArray[np.uint32]) -> tuple[_Node, ...]:
+        """The calls whose prompt + generation is the longest recorded prefix of `prompt`."""
+        for strand, reach in reversed(self._walk(prompt)):
+            end = strand.last_end(reach)
+            if end is not None:
+                return tuple(strand.calls[end])
+        return ()
+
+    def first_difference(self, prompt: NDArray[np.uint32]) -> tuple[str | None, int]:
+        """The recorded call that `prompt` follows longest before it leaves it, and the position where it does."""
+        path = self._walk(prompt)
+        strand, reach = path[-1]
+        end = strand.next_end(reach)
+        if end is not None:
+            return min(node.call_id for node in strand.calls[end]), reach
+        for fork_at, fork in sorted((key[0], fork) for key, fork in strand.forks.items() if key[0] >= reach):
+            if fork.ends and fork_at >= reach:
+                return min(node.call_id for node in fork.calls[fork.ends[0]]), reach
+        return None, reach
+
+    def begins_a_conversation(self, asked: tuple[str, ...]) -> bool:
+        """Whether all model-authored items of a request stand in the request of one recorded root."""
+        return not asked or any(not CountedMarks(root).missing(asked) for root in self._root_requests)
+
+    def first_request_is_accounted_for(self, asked: tuple[str, ...]) -> bool:
+        """Whether a first request may hold `asked`: nothing went before, or what went before held them already."""
+        return not asked or not self._unrecorded or any(not bag.missing(asked) for bag in self._unrecorded)
+
+    def all_recorded(self, asked: Sequence[str]) -> bool:
+        """Whether the content of every mark was seen in some recorded call of this rollout."""
+        return all(content_of(mark) in self._contents for mark in asked)
+
+    def prompt_hash(self, parent: _Node | None, prompt: NDArray[np.uint32]) -> ChainHash:
+        """The chain hash state of `prompt`, which begins with `parent`'s ids if there is one."""
+        return self._hash_after(parent, prompt)
+
+    # -- the tree -----------------------------------------------------------------------------------------------
+
+    def _walk(self, ids: NDArray[np.uint32]) -> list[tuple[_Strand, int]]:
+        """The strands that `ids` follow from the trunk on, each with the position up to which they do."""
+        strand, path = self._trunk, []
+        while True:
+            reach = strand.start + common_prefix(strand.ids[: strand.size], ids[strand.start :])
+            path.append((strand, reach))
+            fork = strand.forks.get((reach, int(ids[reach]))) if reach < len(ids) else None
+            if fork is None:
+                return path
+            strand = fork
+
+    def _insert(self, ids: NDArray[np.uint32]) -> _Strand:
+        """The strand on which `ids` end, grown or forked as needed."""
+        strand, reach = self._walk(ids)[-1]
+        if reach == len(ids):
+            return strand
+        if reach == strand.stop:
+            strand.append(ids[reach:])
+            return strand
+        fork = _Strand(start=reach, base=strand)
+        fork.append(ids[reach:])
+        strand.forks[reach, int(ids[reach])] = fork
+        return fork
+
+    def _hash_after(self, parent: _Node | None, ids: NDArray[np.uint32]) -> ChainHash:
+        if parent is None:
+            return ChainHash.of(ids)
+        done = parent.cum_len - parent.cum_len % BLOCK_IDS
+        return ChainHash.resume(parent.cum_len, parent.blocks, ids[done : parent.cum_len]).extend(ids[parent.cum_len :])
+
+
+def parent_seen(node: _Node, *, take: bool = False) -> CountedMarks:
+    """All marks that stand on the way to `node`: of its request, its output and of the calls before it.
+
+    `take` hands over the bag itself, which `node` then no longer keeps; asked again, it is made anew.
+    """
+    if node.seen is not None:
+        bag = node.seen
+        if take:
+            node.seen = None
+        return bag
+    bag, at = CountedMarks(), node
+    while True:
+        bag.add(at.own_marks)
+        if at.parent is None:
+            return bag
+        at = at.parent
+
+
+def decide(
+    history: LineageHistory,
+    request_items: Sequence[Mapping[str, Any]],
+    prompt_ids: Ids,
+) -> ParentChoice:
+    """Whose continuation a call with these request items and these whole prompt ids, (P,) as the engine saw them, is.
+
+    `root`: nothing is recorded yet, or the request continues nothing and all its model-authored items stand in the
+    request of a recorded root. `resolved`: one recorded call with a generation is the longest prefix (or several that
+    are interchangeable: the smallest id) and accounts for every model-authored item. Else `unresolved`.
+    """
+    prompt = as_ids(prompt_ids, "prompt_token_ids")
+    asked = item_digests(request_items)
+    if len(history) == 0 and history.first_request_is_accounted_for(asked):
+        return _orphan(history, prompt, "root", FIRST_CALL, asked)
+    found = history.candidates(prompt)
+    if not found:
+        if len(history) > 0 and history.begins_a_conversation(asked):
+            return _orphan(history, prompt, "root", CONTINUES_NOTHING, asked)
+        if len(history) > 0 and history.all_recorded(asked):
+            call, position = history.first_difference(prompt)
+            where = f":{call}@{position}" if call is not None else f":@{position}"
+            return _orphan(history, prompt, "unresolved", HISTORY_REWRITTEN + where, asked)
+        return _orphan(history, prompt, "unresolved", UNRECORDED_TURN, asked)
+    if len({node.prompt_len for node in found}) > 1:
+        return _orphan(history, prompt, "unresolved", AMBIGUOUS_PARENT, asked)
+    fitting = [node for node in found if not parent_seen(node).missing(asked)]
+    if not fitting:
+        return _orphan(history, prompt, "unresolved", UNRECORDED_TURN, asked)
+    parent = min(fitting, key=lambda node: node.call_id)
+    return ParentChoice(
+        decision="resolved",
+        parent_call_id=parent.call_id,
+        reason=INTERCHANGEABLE if len(found) > 1 else LONGEST_PREFIX,
+        prompt_hash=history.prompt_hash(parent, prompt),
+        suffix_start=parent.cum_len,
+    )
+
+
+def _orphan(
+    history: LineageHistory,
+    prompt: NDArray[np.uint32],
+    decision: ParentDecision,
+    reason: str,
+    asked: tuple[str, ...],
+) -> ParentChoice:
+    return ParentChoice(decision, None, reason, history.prompt_hash(None, prompt), 0, asked)
