@@ -11,6 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict
 
+FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
+"""Why a generation ended, in Chat's words, which the other dialects are rendered from."""
+
+TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
+"""NeMo Gym's token arrays on an output item or a message; clients echo them back in history."""
+
 Item: TypeAlias = dict[str, Any]
 """One input or output item: message, reasoning, function_call, function_call_output or a kind we do not know."""
 
@@ -51,3 +57,13 @@ class ResponsesRequest:
     stop: tuple[str, ...] = ()
     stream: bool = False
     extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts as the engine reported them; None is unknown, never zero."""
+
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    cached_tokens: int | None = None
+    reasoning_tokens: int | None = None

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from toprope.tokens.sampled import SampledTokens as SampledTokens
+from toprope.wire.responses import FinishReason as FinishReason
 from toprope.wire.responses import Item, ResponsesRequest
+from toprope.wire.responses import Usage as Usage
 
 Dialect = Literal["chat", "responses", "messages"]
-FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 LogprobsMode = Literal["raw", "processed"]
 
 
@@ -27,14 +28,6 @@ class Capabilities:
     accepts_token_prompt: bool = False
     streams_ids: bool = False
     logprobs_mode: LogprobsMode = "raw"
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Token counts as the engine reported them; None is unknown, never zero."""
-
-    input_tokens: int | None = None
-    output_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +52,9 @@ class EngineReply:
     """One finished generation: Responses items in order (reasoning, message, function_call), ids when known.
 
     `token_fault` says why `tokens` is missing or not to be trusted (`no_token_ids: ...`); None when all is well.
+    `logprobs` is a Chat choice's `logprobs` object, set only where the client itself asked for one; `extra` holds
+    foreign top-level fields of an upstream's reply (`system_fingerprint`, ...); `losses` names what the request held
+    and the engine's dialect could not carry (`tools.web_search`).
     """
 
     output: tuple[Item, ...]
@@ -68,6 +64,16 @@ class EngineReply:
     tokens: SampledTokens | None = None
     token_fault: str | None = None
     response_id: str | None = None
+    logprobs: Mapping[str, Any] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    losses: tuple[str, ...] = ()
+
+
+@runtime_checkable
+class NamesModel(Protocol):
+    """Optional: an engine that knows the name of the model it serves (for `GET /v1/models`)."""
+
+    model: str | None
 
 
 class Engine(Protocol):
@@ -79,7 +85,7 @@ class Engine(Protocol):
         """On return the engine can serve. Raises `EngineUnavailable` (naming the URL or the missing part) if not."""
 
     async def generate(self, request: EngineRequest) -> EngineReply:
-        """On return the generation is complete. Raises `UpstreamError` subclasses; never returns half a reply."""
+        """On return the generation is complete. Raises `EngineError` subclasses; never returns half a reply."""
 
     async def close(self) -> None:
         """On return no request is running and no thread, process or socket of the engine is left."""
