@@ -1,0 +1,89 @@
+"""The reference of all settings as Markdown, made from the settings themselves.
+
+`python -m toprope.launch.reference` prints it; docs/reference/configuration.md is its output, and a test compares.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from toprope.launch.settings import ROLES, CaptureConfig, Config, EnvironmentShare, RunConfig, TaskSource, TransportConfig
+from toprope.launch.strict import type_name
+
+INTRODUCTION = """\
+# Configuration
+
+Made from the settings by `python -m toprope.launch.reference`; do not edit.
+
+One YAML file. It is read strictly: an unknown key is refused with the nearest valid name, a key written twice too.
+`${NAME}` and `${NAME:default}` stand for environment variables; `--set a.b=c` changes one value from the command line.
+
+    servers:
+      policy:   {role: model, engine: {kind: embedded}}
+      sums:     {role: resources, use: reasoning_gym, config: {dataset: basic_arithmetic}}
+      solver:   {role: agent, use: tool_loop, model: policy, token_id_capture: true}
+      episode:  {role: environment, use: single_agent_turn, resources: sums, agent: solver, tools: [direct_http]}
+    run:
+      environment: episode
+      tasks: {generate: sums, size: 32, seed: 7}
+      repeats: 4
+    token_id_capture: {enabled: true}
+
+`use` is an entry point (groups `toprope.environments`, `toprope.agents`, `toprope.protocols`, `toprope.engines` for
+`engine.kind`), or `module:Class`; modules beside the configuration and in the current directory are found. The
+servers share one process and call each other without sockets. A server binds a port when it has `port`, under
+`toprope serve`, and when the configuration names a server elsewhere (`url`) that may need to call it.
+"""
+
+
+def render() -> str:
+    """The whole page. Raises `ValueError` naming a setting that has no description."""
+    parts = [INTRODUCTION, _table("The file", Config)]
+    parts += [_table(f"servers: `role: {role}`", kind) for role, kind in ROLES.items()]
+    parts += [
+        _table("run", RunConfig),
+        _table("run.tasks: one source", TaskSource),
+        _table("run.environment: one share", EnvironmentShare),
+        _table("run.transport", TransportConfig),
+        _table("token_id_capture", CaptureConfig),
+    ]
+    return "\n".join(parts)
+
+
+def _table(title: str, kind: Any) -> str:
+    hints = get_type_hints(kind, include_extras=True)
+    lines = [f"## {title}", "", "| key | value | default | meaning |", "| --- | --- | --- | --- |"]
+    for field in msgspec.structs.fields(kind):
+        accepted = type_name(hints[field.name]).replace("|", "or")
+        lines.append(
+            f"| `{field.name}` | {accepted} | {_default(field)} | {_description(kind, field.name, hints[field.name])} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def _description(kind: type, name: str, hint: Any) -> str:
+    metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+    for meta in metas:
+        if getattr(meta, "description", None):
+            return str(meta.description)
+    raise ValueError(f"{kind.__name__}.{name} has no description")
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return "required"
+    value = field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    if value is None or isinstance(value, msgspec.Struct) or value in ([], {}):
+        return ""
+    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+
+
+def main() -> None:
+    """Print the page."""
+    print(render(), end="")
+
+
+if __name__ == "__main__":
+    main()

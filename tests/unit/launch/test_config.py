@@ -1,0 +1,166 @@
+"""A configuration is read strictly: a mistake names the file, the key path, the value and what would be accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from toprope.errors.tree import ConfigError
+from toprope.launch.config import Configuration, load_configuration, task_sources
+from toprope.launch.settings import EnvironmentShare, ModelConfig
+
+GOOD = """
+servers:
+  policy:   {role: model, engine: {kind: scripted}}
+  sums:     {role: resources, use: reasoning_gym, config: {dataset: basic_arithmetic}}
+  solver:   {role: agent, use: tool_loop, model: policy, token_id_capture: true}
+  episode:  {role: environment, use: single_agent_turn, resources: sums, agent: solver, tools: [direct_http]}
+run:
+  environment: episode
+  tasks: {generate: sums, size: 32, seed: 7}
+  repeats: 4
+  concurrency: 16
+token_id_capture: {enabled: true}
+"""
+
+
+def load(tmp_path: Path, *sets: str, text: str = GOOD, environ: dict[str, str] | None = None) -> Configuration:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    return load_configuration(path, sets, environ or {})
+
+
+def test_the_example_of_the_documentation_reads_as_written(tmp_path: Path) -> None:
+    configuration = load(tmp_path)
+    assert list(configuration.servers) == ["policy", "sums", "solver", "episode"]
+    assert configuration.run is not None
+    assert (configuration.run.repeats, configuration.run.concurrency, configuration.run.max_attempts) == (4, 16, 3)
+    assert configuration.captured("solver")
+
+
+@pytest.mark.promise("UX-2")
+@pytest.mark.parametrize(
+    ("change", "parts"),
+    [
+        ("run.repeets=3", ["run.repeets", "did you mean 'repeats'"]),
+        ("run.repeats=four", ["run.repeats", "'four'", "whole number"]),
+        ("run.repeats=0", ["run.repeats", "0", ">= 1"]),
+        ("run.repeats=true", ["run.repeats", "whole number"]),
+        ("run.concurrency=0", ["run.concurrency"]),
+        ("servers.solver.model=polic", ["servers.solver.model", "'polic'", "did you mean 'policy'"]),
+        ("servers.solver.model=sums", ["servers.solver.model", "another role", "policy"]),
+        ("servers.sums.rle=1", ["servers.sums.rle", "did you mean 'role'"]),
+        ("servers.sums.role=resource", ["servers.sums.role", "'resource'", "did you mean 'resources'"]),
+        ("servers.sums=3", ["servers.sums", "3", "mapping"]),
+        ("servers.episode.tools=[direct]", ["servers.episode.tools.0", "'direct'", "did you mean 'direct_http'"]),
+        ("servers.episode.agent=null", ["servers.episode.agent", "required"]),
+        ("servers.sums.place=process", ["servers.sums.place", "not supported yet", "inline"]),
+        ("servers.sums.workers=2", ["servers.sums.workers", "not supported yet"]),
+        ("servers.sums.protocol=flat", ["servers.sums.protocol", "not supported yet", "typed"]),
+        ("servers.sums.url=localhost:80", ["servers.sums.url", "localhost:80", "http://"]),
+        ("servers.policy.host=0.0.0.0", ["servers.policy.host", "api_key"]),
+        ("run.environment={sums: {environment: episod}}", ["run.environment.sums", "did you mean 'episode'"]),
+        ("run.environment={sums: {environment: episode, weight: -1}}", ["run.environment.sums.weight", "-1"]),
+        ("run.tasks={size: 3}", ["run.tasks", "generate", "file"]),
+        ("run.tasks={generate: sum}", ["run.tasks.generate", "did you mean 'sums'"]),
+        ("run.tasks=[{generate: sums}, {generate: solver}]", ["run.tasks.1.generate", "another role"]),
+        ("token_id_capture.store=disk", ["token_id_capture.store", "sqlite"]),
+        ("runn={}", ["runn", "did you mean 'run'"]),
+        ("run.concurrency=${NOT_SET}", ["run.concurrency", "NOT_SET", "default"]),
+        ("run.repeats", ["--set run.repeats", "KEY=VALUE"]),
+        ("run.repeats.more=1", ["run.repeats", "4", "no keys"]),
+    ],
+)
+def test_a_mistake_names_the_place_the_value_and_what_is_accepted(
+    tmp_path: Path, change: str, parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, change)
+    assert [part for part in parts if part not in caught.value.message] == []
+    assert "run.yaml" in caught.value.message or "--set" in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_a_file_that_is_not_yaml_names_line_and_column(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"run\.yaml, line 2, column \d+: this is not YAML"):
+        load(tmp_path, text="servers:\n  a: [1, }\n")
+
+
+def test_a_key_written_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="'run' stands twice, in lines 1 and 3"):
+        load(tmp_path, text="run: {}\nservers: {}\nrun: {}\n")
+
+
+def test_an_absent_file_and_an_empty_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="absent.yaml: the configuration cannot be read: No such file"):
+        load_configuration(tmp_path / "absent.yaml", (), {})
+    with pytest.raises(ConfigError, match="a mapping with the keys servers and run"):
+        load(tmp_path, text="")
+
+
+def test_the_environment_fills_values_of_every_type(tmp_path: Path) -> None:
+    configuration = load(
+        tmp_path,
+        "run.concurrency=${LANES}",
+        "run.min_coverage=${COVERAGE:0.5}",
+        "token_id_capture.enabled=${CAPTURE:false}",
+        "servers.policy.engine.base_url=http://${HOST:localhost}:${PORT}/v1",
+        "servers.policy.api_key=${KEY}",
+        environ={"LANES": "8", "PORT": "81", "KEY": "123"},
+    )
+    assert configuration.run is not None
+    assert configuration.run.concurrency == 8
+    assert configuration.run.min_coverage == 0.5
+    assert not configuration.capture.enabled
+    policy = configuration.servers["policy"]
+    assert isinstance(policy, ModelConfig)
+    assert policy.engine["base_url"] == "http://localhost:81/v1"
+    assert policy.api_key == "123", "digits stay text where text is expected"
+
+
+def test_a_value_from_the_environment_cannot_add_keys(tmp_path: Path) -> None:
+    configuration = load(tmp_path, "run.name=${NAME}", environ={"NAME": "x, repeats: 9"})
+    assert configuration.run is not None
+    assert (configuration.run.name, configuration.run.repeats) == ("x, repeats: 9", 4)
+
+
+def test_set_reaches_into_lists_and_makes_absent_mappings(tmp_path: Path) -> None:
+    configuration = load(
+        tmp_path, "run.tasks=[a.jsonl, {generate: sums}]", "run.tasks.1.size=5", "run.transport.attempts=2"
+    )
+    assert configuration.run is not None
+    first, second = task_sources(configuration.run)
+    assert first.file == "a.jsonl"
+    assert (second.generate, second.size) == ("sums", 5)
+    assert configuration.run.transport.attempts == 2
+
+
+def test_several_environments_keep_weight_and_sampling(tmp_path: Path) -> None:
+    configuration = load(
+        tmp_path, "run.environment={sums: {environment: episode, weight: 2, sampling: {temperature: 0.5}}, b: episode}"
+    )
+    assert configuration.run is not None
+    assert configuration.run.environment == {
+        "sums": EnvironmentShare(environment="episode", weight=2.0, sampling={"temperature": 0.5}),
+        "b": "episode",
+    }
+
+
+def test_a_server_elsewhere_needs_only_its_url(tmp_path: Path) -> None:
+    text = """
+servers:
+  sums: {role: resources, url: "http://127.0.0.1:9"}
+  solver: {role: agent, url: "http://127.0.0.1:8"}
+  episode: {role: environment, resources: sums, agent: solver}
+"""
+    configuration = load(tmp_path, text=text)
+    assert configuration.run is None
+    assert configuration.servers["sums"].url == "http://127.0.0.1:9"
+
+
+def test_capture_needs_both_the_run_and_the_agent_unless_all_are_meant(tmp_path: Path) -> None:
+    assert not load(tmp_path, "token_id_capture.enabled=false").captured("solver")
+    assert not load(tmp_path, "servers.solver.token_id_capture=false").captured("solver")
+    everyone = load(tmp_path, "servers.solver.token_id_capture=false", "token_id_capture.all_agents=true")
+    assert everyone.captured("solver")
