@@ -4,8 +4,8 @@ Run: `python scripts/make_graph.py [out.onnx]`. The graph holds no weights: ever
 external data, and the engine hands the arrays over in memory. Operators in the `com.microsoft` domain are documented in
 ONNX Runtime's `docs/ContribOperators.md`.
 
-Inputs: ids (rows, steps) int64; lengths (rows,) int32, tokens of each row after this pass minus one; total () int32, the
-largest of them plus one; keep (1,) int64, how many last steps to give logits for; past_<layer>_{key,value}
+Inputs: ids (rows, steps) int64; lengths (rows,) int32, tokens of each row after this pass minus one; total () int32,
+the largest of them plus one; keep (1,) int64, how many last steps to give logits for; past_<layer>_{key,value}
 (rows, kv_heads, capacity, head_dim). Outputs: logits (rows, keep, vocabulary); present_* (the same memory as past_*).
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, checker, helper, save
+from onnx import AttributeProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper, save
 
 from toprope.servers.model.engines.embedded import weights
 from toprope.servers.model.engines.embedded.weights import SMOLLM2_135M, Shape
@@ -54,7 +54,7 @@ def _attribute(key: str, value: object) -> AttributeProto:
 
 
 def make(shape: Shape) -> ModelProto:
-    """The whole model, checked."""
+    """The whole model."""
     b = Builder()
     width = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     cosine = b.external("rope_cosine", (shape.context, shape.head_dim // 2))

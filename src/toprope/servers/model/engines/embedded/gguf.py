@@ -3,8 +3,8 @@
 The format is the one of ggml's `docs/gguf.md`. Only what our weights use is read; another kind of tensor is refused by
 name. Left to others: what a tensor means (`weights`) and what the vocabulary means (`tokenizer`).
 
-    file    = magic "GGUF", version u32, tensors u64, keys u64, keys x (name, kind u32, value), tensors x header, padding
-    header  = name, dims u32, dims x u64 (fastest first), kind u32, offset u64 from the end of the padding
+    file    = magic "GGUF", version u32, tensors u64, keys u64, keys x (name, kind u32, value), tensors x header, pad
+    header  = name, dims u32, dims x u64 (fastest first), kind u32, offset u64 from the end of the pad
     Q4_1    = 20 bytes for 32 values: scale f16, minimum f16, 16 bytes; byte i has value i (low) and value i + 16 (high)
     Q8_0    = 34 bytes for 32 values: scale f16, 32 int8
 """
@@ -134,7 +134,7 @@ def read_gguf(path: Path) -> GgufFile:
     if path.stat().st_size < 24:
         raise GgufError(f"{path}: not a GGUF file (shorter than its header).")
     raw: NDArray[np.uint8] = np.memmap(path, dtype=np.uint8, mode="r")
-    data = memoryview(raw)
+    data = raw.data
     if bytes(data[:4]) != MAGIC:
         raise GgufError(f"{path}: not a GGUF file (it starts with {bytes(data[:4])!r}).")
     cursor = _Cursor(data, path)

@@ -75,7 +75,7 @@ def find_weights(model: str, weights: Path | str | None) -> Path:
         if path.is_file():
             return path
         raise EngineUnavailable(
-            f"The embedded engine found no weights file at {path}. Leave `weights` out to use the packaged ones; {_HOW}."
+            f"The embedded engine found no weights file at {path}. Leave `weights` out for the packaged ones; {_HOW}."
         )
     if model != MODEL:
         raise EngineUnavailable(f"The embedded engine knows the model {MODEL!r}, not {model!r}.")
@@ -90,7 +90,7 @@ def find_weights(model: str, weights: Path | str | None) -> Path:
 
 
 def open_weights(path: Path) -> GgufFile:
-    """The open file, of the shape the committed graph was made for. Raises `EngineUnavailable` if it is another model."""
+    """The open file, of the shape the committed graph is for. Raises `EngineUnavailable` if it is another model."""
     try:
         file = read_gguf(path)
         shape = read_shape(file)
@@ -153,7 +153,7 @@ def load_weights(file: GgufFile) -> Weights:
 
 
 def rope_tables(shape: Shape) -> tuple[Array, Array]:
-    """Cosine and sine (context, head_dim / 2): angle = position / base^(2 i / head_dim) (Su et al. 2021, half-split)."""
+    """Cosine and sine (context, head_dim / 2): angle = position / base^(2 i / head_dim) (Su et al. 2021)."""
     rate = shape.rope_base ** (-np.arange(0, shape.head_dim, 2, dtype=np.float64) / shape.head_dim)
     angle = np.arange(shape.context, dtype=np.float64)[:, None] * rate[None, :]
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
