@@ -1,0 +1,229 @@
+"""Conversation history between Chat messages and Responses items, in both directions.
+
+An assistant message is a run of items (thought, text, calls); the run's borders are kept, so that what a model said
+in one turn stays one turn. Argument strings are passed as they are. Repeated call ids stay repeated: a tool message
+without an id is paired with the oldest call that has no answer yet. Left to others: all other fields of a request
+(`chat_request`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from toprope.canonical.json import dumps
+from toprope.dialects.chat_parts import (
+    CALL_PARTS,
+    THOUGHT_PARTS,
+    content_to_chat,
+    parts_from_chat,
+    plain_text,
+    reasoning_text,
+)
+from toprope.dialects.pivot import without_token_fields
+from toprope.wire.chat import ROLES
+from toprope.wire.fields import refuse
+from toprope.wire.responses import Item
+
+Message = dict[str, Any]
+
+_READ_OF_ASSISTANT = frozenset(
+    ("role", "content", "refusal", "reasoning", "reasoning_content", "tool_calls", "function_call", "thinking_blocks")
+)
+
+
+def items_from_messages(messages: Sequence[Any], where: str = "messages") -> tuple[Item, ...]:
+    """Chat messages as Responses items. Raises `BadRequest` naming the message that is none."""
+    items: list[Item] = []
+    open_calls: list[str] = []
+    for index, message in enumerate(messages):
+        place = f"{where}[{index}]"
+        if not isinstance(message, dict):
+            raise refuse(place, message, "an object with a role")
+        role = message.get("role")
+        if role == "assistant":
+            turn = items_from_assistant(message, place, id_seed=f"h{index}")
+            open_calls.extend(item["call_id"] for item in turn if item.get("type") == "function_call")
+            items.extend(turn)
+        elif role in ("tool", "function"):
+            items.append(_tool_output(message, open_calls, place))
+        elif role in ROLES:
+            rest = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
+            content = parts_from_chat(message.get("content"), "input_text", f"{place}.content")
+            items.append({"type": "message", "role": role, "content": content, **rest})
+        else:
+            raise refuse(f"{place}.role", role, " or ".join((", ".join(ROLES[:-1]), ROLES[-1])))
+    return tuple(items)
+
+
+def items_from_assistant(message: Mapping[str, Any], where: str, *, id_seed: str) -> list[Item]:
+    """One assistant message (of history, or an upstream's answer) as items; at least one, maybe an empty message.
+
+    Fields that we do not read stay on the message item. `id_seed` makes ids for calls that have none.
+    """
+    message = without_token_fields(dict(message))
+    items: list[Item] = []
+    raw_content = message.get("content")
+    odd = isinstance(raw_content, list) and any(
+        isinstance(p, dict) and p.get("type") in (*THOUGHT_PARTS, *CALL_PARTS) for p in raw_content
+    )
+    plain = [p for p in raw_content or () if not _is_odd(p)] if odd else raw_content
+    thought = _thought(message) or ("".join(_odd_thoughts(raw_content)) if odd else "")
+    if thought:
+        text = {"type": "reasoning_text", "text": thought}
+        items.append({"type": "reasoning", "summary": [], "content": [text]})
+    calls = _calls(message, raw_content if odd and raw_content else (), where, id_seed)
+    content = parts_from_chat(plain, "output_text", f"{where}.content")
+    if isinstance(message.get("refusal"), str):
+        content.append({"type": "refusal", "refusal": message["refusal"]})
+    rest = {k: v for k, v in message.items() if k not in _READ_OF_ASSISTANT and v is not None}
+    if any(_says_something(part) for part in content) or not (items or calls):
+        items.append({"type": "message", "role": "assistant", "content": content, **rest})
+    return items + calls
+
+
+def _says_something(part: Mapping[str, Any]) -> bool:
+    return part.get("type") not in ("output_text", "refusal") or bool(part.get("text") or part.get("refusal"))
+
+
+def _is_odd(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in (*THOUGHT_PARTS, *CALL_PARTS)
+
+
+def _thought(message: Mapping[str, Any]) -> str:
+    """The thought of a message under any of its three names; vLLM renamed `reasoning_content` to `reasoning`."""
+    for name in ("reasoning_content", "reasoning"):
+        if isinstance(message.get(name), str) and message[name]:
+            return str(message[name])
+    blocks = message.get("thinking_blocks")
+    return "".join(_odd_thoughts(blocks)) if isinstance(blocks, list) else ""
+
+
+def _odd_thoughts(parts: Any) -> Iterable[str]:
+    for part in parts or ():
+        if isinstance(part, dict) and part.get("type") in THOUGHT_PARTS:
+            text = part.get("thinking") or part.get("reasoning") or part.get("text") or plain_text(part.get("summary"))
+            if isinstance(text, str):
+                yield text
+
+
+def _calls(message: Mapping[str, Any], odd_parts: Iterable[Any], where: str, id_seed: str) -> list[Item]:
+    raw = message.get("tool_calls")
+    if raw is not None and not isinstance(raw, list):
+        raise refuse(f"{where}.tool_calls", raw, "null or a list of tool calls")
+    items: list[Item] = []
+    for index, call in enumerate(raw or ()):
+        if not isinstance(call, dict):
+            raise refuse(f"{where}.tool_calls[{index}]", call, "an object")
+        items.append(_call(call, f"{where}.tool_calls[{index}]", f"call_{id_seed}_{index}"))
+    legacy = message.get("function_call")
+    if isinstance(legacy, dict) and not items:
+        items.append(_call({"function": legacy}, f"{where}.function_call", f"call_{id_seed}_0"))
+    known = {item["call_id"] for item in items}
+    for index, part in enumerate(odd_parts):
+        if _is_odd(part) and part.get("type") in CALL_PARTS and part.get("id") not in known:
+            arguments = part.get("arguments", part.get("args", part.get("input")))
+            function = {"name": part.get("name"), "arguments": arguments}
+            call = {"id": part.get("id") or part.get("call_id"), "function": function}
+            items.append(_call(call, f"{where}.content[{index}]", f"call_{id_seed}_p{index}"))
+    return items
+
+
+def _call(call: Mapping[str, Any], where: str, fallback_id: str) -> Item:
+    call_id = call.get("id") or fallback_id
+    if call.get("type") == "custom" and isinstance(call.get("custom"), dict):
+        custom = call["custom"]
+        return {
+            "type": "custom_tool_call",
+            "call_id": call_id,
+            "name": custom.get("name"),
+            "input": custom.get("input") or "",
+        }
+    function = call.get("function")
+    if not isinstance(function, dict):
+        raise refuse(f"{where}.function", function, "an object with name and arguments")
+    return {
+        "type": "function_call",
+        "call_id": call_id,
+        "name": function.get("name") or "",
+        "arguments": argument_text(function.get("arguments")),
+    }
+
+
+def argument_text(arguments: Any) -> str:
+    """Arguments as the string that stands in the wire: a string as it is; an object, which has no own bytes, dumped."""
+    if isinstance(arguments, str):
+        return arguments
+    return "" if arguments is None else dumps(arguments).decode()
+
+
+def _tool_output(message: Mapping[str, Any], open_calls: list[str], where: str) -> Item:
+    call_id = message.get("tool_call_id")
+    if call_id in open_calls:
+        open_calls.remove(call_id)
+    elif not call_id:
+        call_id = open_calls.pop(0) if open_calls else "call_unknown"
+    content = message.get("content")
+    output: Any = "" if content is None else content
+    if not isinstance(output, str):
+        output = parts_from_chat(output, "input_text", f"{where}.content")
+    rest = {k: v for k, v in message.items() if k not in ("role", "content", "tool_call_id") and v is not None}
+    return {"type": "function_call_output", "call_id": call_id, "output": output, **rest}
+
+
+def messages_from_items(
+    items: Sequence[Item], *, reasoning_field: str = "reasoning_content"
+) -> tuple[list[Message], list[str]]:
+    """Responses items as Chat messages, and the item types that Chat cannot carry (`items.<type>`, each once)."""
+    messages: list[Message] = []
+    lost: list[str] = []
+    turn: Message | None = None
+    for item in items:
+        kind = item.get("type") or ("message" if "role" in item else None)
+        authored = kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant")
+        if authored:
+            turn = _join(turn, item, kind, reasoning_field, messages)
+            continue
+        turn = None
+        if kind == "message":
+            message = {"role": item.get("role"), "content": content_to_chat(item.get("content"))}
+            if isinstance(item.get("name"), str):
+                message["name"] = item["name"]
+            messages.append(message)
+        elif kind == "function_call_output":
+            content = content_to_chat(item.get("output"))
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+        elif f"items.{kind}" not in lost:
+            lost.append(f"items.{kind}")
+    for message in messages:
+        if message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message:
+            message["content"] = ""  # a lone thought: providers refuse a turn with neither text nor calls
+    return messages, lost
+
+
+def _join(turn: Message | None, item: Item, kind: Any, reasoning_field: str, messages: list[Message]) -> Message:
+    """Put an item of the model's into the open assistant message, or begin the next one.
+
+    One message holds thought, text, calls in this order; an item that would stand before what is there begins anew.
+    """
+    if kind == "reasoning":
+        if turn is None or reasoning_field in turn or turn["content"] is not None or "tool_calls" in turn:
+            turn = _begin(messages)
+        turn[reasoning_field] = reasoning_text(item)
+    elif kind == "message":
+        if turn is None or turn["content"] is not None or "tool_calls" in turn:
+            turn = _begin(messages)
+        turn["content"] = plain_text(item.get("content"))
+    else:
+        if turn is None:
+            turn = _begin(messages)
+        function = {"name": item.get("name") or "", "arguments": argument_text(item.get("arguments"))}
+        call = {"id": item.get("call_id") or item.get("id"), "type": "function", "function": function}
+        turn.setdefault("tool_calls", []).append(call)
+    return turn
+
+
+def _begin(messages: list[Message]) -> Message:
+    message: Message = {"role": "assistant", "content": None}
+    messages.append(message)
+    return message

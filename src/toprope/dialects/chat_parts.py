@@ -1,0 +1,161 @@
+"""Content parts, tools and tool choices, between Chat's spelling and that of Responses.
+
+Pure functions on wire objects. Fields of a part that we do not know stay on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toprope.wire.fields import refuse
+from toprope.wire.responses import Item, Tool
+
+Part = dict[str, Any]
+
+THOUGHT_PARTS = ("reasoning", "thinking")
+"""Parts that LangChain leaves in assistant content from other providers: thoughts ..."""
+CALL_PARTS = ("tool_use", "tool_call", "function_call")
+"""... and tool calls, which also stand in `tool_calls`."""
+
+
+def parts_from_chat(content: Any, text_type: str, where: str) -> list[Part]:
+    """Chat content (null, a string or parts) as a list of Responses parts; `text_type` is that of its text."""
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [text_part(content, text_type)]
+    if not isinstance(content, list):
+        raise refuse(where, content, "null, a string or a list of parts")
+    return [_part_from_chat(part, text_type, f"{where}[{index}]") for index, part in enumerate(content)]
+
+
+def text_part(text: str, text_type: str) -> Part:
+    """One text part; an assistant's carries the empty `annotations` that strict readers want."""
+    if text_type == "output_text":
+        return {"type": "output_text", "text": text, "annotations": []}
+    return {"type": text_type, "text": text}
+
+
+def _part_from_chat(part: Any, text_type: str, where: str) -> Part:
+    if isinstance(part, str):
+        return text_part(part, text_type)
+    if not isinstance(part, dict):
+        raise refuse(where, part, "an object with a type")
+    kind = part.get("type")
+    if kind in ("text", "input_text", "output_text") or (kind is None and isinstance(part.get("text"), str)):
+        return {**part, **text_part(part.get("text") or "", text_type)}
+    if kind == "image_url":
+        image = part.get("image_url")
+        inner = image if isinstance(image, dict) else {"url": image}
+        rest = {k: v for k, v in part.items() if k not in ("type", "image_url")}
+        return {"type": "input_image", "image_url": inner.get("url"), "detail": inner.get("detail") or "auto", **rest}
+    if kind == "file" and isinstance(part.get("file"), dict):
+        rest = {k: v for k, v in part.items() if k not in ("type", "file")}
+        return {"type": "input_file", **part["file"], **rest}
+    return part
+
+
+def content_to_chat(content: Any) -> str | list[Part]:
+    """Responses content as Chat's: one text part becomes a string, several parts stay a list."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    parts = [_part_to_chat(part) for part in content]
+    if len(parts) == 1 and parts[0].get("type") == "text" and parts[0].keys() <= {"type", "text"}:
+        return str(parts[0]["text"])
+    return parts
+
+
+def _part_to_chat(part: Any) -> Part:
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = part.get("type")
+    if kind in ("input_text", "output_text", "text", "summary_text", "reasoning_text"):
+        drop = ("annotations", "logprobs") if kind == "output_text" else ()
+        return {**{k: v for k, v in part.items() if k not in drop}, "type": "text", "text": part.get("text") or ""}
+    if kind == "input_image":
+        image = {"url": part.get("image_url") or part.get("file_id")}
+        if part.get("detail") not in (None, "auto"):
+            image["detail"] = part["detail"]
+        rest = {k: v for k, v in part.items() if k not in ("type", "image_url", "detail", "file_id")}
+        return {"type": "image_url", "image_url": image, **rest}
+    if kind == "input_file":
+        return {"type": "file", "file": {k: v for k, v in part.items() if k != "type"}}
+    return dict(part)
+
+
+def plain_text(content: Any) -> str:
+    """The text of content, parts joined without a separator; refusals count as text, images do not."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        return ""
+    texts = [p if isinstance(p, str) else p.get("text") or p.get("refusal") or "" for p in content]
+    return "".join(text for text in texts if isinstance(text, str))
+
+
+def reasoning_text(item: Item) -> str:
+    """The thought of a reasoning item: its content, or where that is empty its summary."""
+    return plain_text(item.get("content")) or plain_text(item.get("summary"))
+
+
+def tools_from_chat(tools: Sequence[Any]) -> tuple[Tool, ...]:
+    """Chat tools in Responses' flat spelling; tools that are flat already, and foreign kinds, stay as they are."""
+    flat: list[Tool] = []
+    for tool in tools:
+        inner = tool.get(str(tool.get("type")))
+        if isinstance(inner, dict) and tool.get("type") in ("function", "custom"):
+            rest = {k: v for k, v in tool.items() if k not in ("type", tool["type"])}
+            flat.append({"type": tool["type"], **inner, **rest})
+        else:
+            flat.append(tool)
+    return tuple(flat)
+
+
+def tools_to_chat(tools: Sequence[Tool]) -> tuple[list[Tool], list[str]]:
+    """The function tools in Chat's nested spelling, and the kinds that Chat cannot carry."""
+    nested: list[Tool] = []
+    lost: list[str] = []
+    for tool in tools:
+        if isinstance(tool.get("function"), dict):
+            nested.append(tool)
+        elif tool.get("type") == "function":
+            names = ("name", "description", "parameters", "strict")
+            inner = {name: tool[name] for name in names if tool.get(name) is not None}
+            rest = {k: v for k, v in tool.items() if k not in names and k != "type" and v is not None}
+            nested.append({"type": "function", "function": inner, **rest})
+        else:
+            lost.append(f"tools.{tool.get('type')}")
+    return nested, lost
+
+
+def choice_from_chat(choice: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
+    """Chat's tool choice in Responses' spelling."""
+    if not isinstance(choice, Mapping):
+        return choice
+    kind = choice.get("type")
+    inner = choice.get(str(kind))
+    if kind in ("function", "custom") and isinstance(inner, Mapping):
+        return {"type": kind, "name": inner.get("name")}
+    if kind == "allowed_tools" and isinstance(inner, Mapping):
+        return {
+            "type": kind,
+            "mode": inner.get("mode"),
+            "tools": [choice_from_chat(tool) for tool in inner.get("tools") or ()],
+        }
+    return choice
+
+
+def choice_to_chat(choice: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
+    """Responses' tool choice in Chat's spelling."""
+    if not isinstance(choice, Mapping):
+        return choice
+    kind = choice.get("type")
+    if kind in ("function", "custom") and "name" in choice:
+        return {"type": kind, kind: {"name": choice["name"]}}
+    if kind == "allowed_tools":
+        inner = {"mode": choice.get("mode"), "tools": [choice_to_chat(tool) for tool in choice.get("tools") or ()]}
+        return {"type": kind, kind: inner}
+    return choice

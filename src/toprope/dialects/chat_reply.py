@@ -1,0 +1,97 @@
+"""A Chat completion: an upstream's read into the pivot, and the one that a Chat client gets made from the pivot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from toprope.dialects.chat_history import items_from_assistant
+from toprope.dialects.chat_parts import plain_text, reasoning_text
+from toprope.dialects.pivot import PivotReply
+from toprope.wire.responses import FinishReason, Item, Usage
+
+_FINISH: dict[str, FinishReason] = {
+    "stop": "stop",
+    "length": "length",
+    "max_tokens": "length",
+    "tool_calls": "tool_calls",
+    "function_call": "tool_calls",
+    "content_filter": "content_filter",
+}
+_ITEM_FIELDS = frozenset(("type", "id", "status", "role", "content", "phase"))
+
+
+def output_from_chat(message: Mapping[str, Any], call_id: str) -> tuple[Item, ...]:
+    """An upstream's message as output items: thought, text, calls in this order; never none at all."""
+    return tuple(items_from_assistant(message, "choices[0].message", id_seed=call_id))
+
+
+def finish_from_chat(reason: str | None, output: Sequence[Item]) -> FinishReason:
+    """The finish reason in our words. Engines that say nothing, or a word of their own, ended by themselves."""
+    if reason in _FINISH:
+        return _FINISH[reason]
+    return "tool_calls" if any(item.get("type") == "function_call" for item in output) else "stop"
+
+
+def chat_message(output: Sequence[Item]) -> dict[str, Any]:
+    """Output items as one assistant message. Fields of a message item that Responses does not know are kept."""
+    text: str | None = None
+    thought = ""
+    refusal: str | None = None
+    calls: list[dict[str, Any]] = []
+    rest: dict[str, Any] = {}
+    for item in output:
+        kind = item.get("type")
+        if kind == "reasoning":
+            thought += reasoning_text(item)
+        elif kind == "message":
+            parts = item.get("content") or []
+            refusals = [p["refusal"] for p in parts if isinstance(p, dict) and p.get("type") == "refusal"]
+            if refusals:
+                refusal = (refusal or "") + "".join(refusals)
+            if len(refusals) < len(parts):
+                said = [p for p in parts if not (isinstance(p, dict) and p.get("type") == "refusal")]
+                text = (text or "") + plain_text(said)
+            rest.update({k: v for k, v in item.items() if k not in _ITEM_FIELDS})
+        elif kind == "function_call":
+            function = {"name": item["name"], "arguments": item["arguments"]}
+            calls.append({"id": item["call_id"], "type": "function", "function": function})
+    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": refusal}
+    if thought:
+        message["reasoning_content"] = thought
+    if calls:
+        message["tool_calls"] = calls
+    return {**rest, **message}
+
+
+def chat_reply(reply: PivotReply) -> dict[str, Any]:
+    """A complete Chat completion. `reply.tokens` stand on the message for a caller that asked."""
+    message = chat_message(reply.output)
+    if reply.tokens:
+        message.update(reply.tokens)
+    choice = {"index": 0, "message": message, "logprobs": reply.logprobs, "finish_reason": reply.finish_reason}
+    return {
+        **reply.extra,
+        "id": f"chatcmpl-{reply.reply_id}",
+        "object": "chat.completion",
+        "created": reply.created,
+        "model": reply.model,
+        "choices": [choice],
+        "usage": _usage(reply.usage),
+    }
+
+
+def _usage(usage: Usage) -> dict[str, Any] | None:
+    """Null where the engine did not say."""
+    if usage.input_tokens is None or usage.output_tokens is None:
+        return None
+    out: dict[str, Any] = {
+        "prompt_tokens": usage.input_tokens,
+        "completion_tokens": usage.output_tokens,
+        "total_tokens": usage.input_tokens + usage.output_tokens,
+    }
+    if usage.cached_tokens is not None:
+        out["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    if usage.reasoning_tokens is not None:
+        out["completion_tokens_details"] = {"reasoning_tokens": usage.reasoning_tokens}
+    return out

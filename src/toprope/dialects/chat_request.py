@@ -1,0 +1,161 @@
+"""A Chat request: read into the pivot, made from the pivot, or cleaned for an upstream that speaks Chat too.
+
+Pure. History is `chat_history`'s, parts and tools are `chat_parts`'s, what gets lost stands in `losses`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toprope.dialects.chat_history import Message, items_from_messages, messages_from_items
+from toprope.dialects.chat_parts import (
+    CALL_PARTS,
+    THOUGHT_PARTS,
+    choice_from_chat,
+    choice_to_chat,
+    tools_from_chat,
+    tools_to_chat,
+)
+from toprope.dialects.losses import fields_of
+from toprope.dialects.pivot import request_items, without_token_fields
+from toprope.errors.tree import BadRequest
+from toprope.wire.fields import (
+    bool_field,
+    choice_field,
+    int_field,
+    number_field,
+    objects_field,
+    refuse,
+    stop_field,
+    text_field,
+)
+from toprope.wire.responses import ResponsesRequest
+
+_NAMED = frozenset(
+    (
+        "messages", "model", "tools", "functions", "tool_choice", "parallel_tool_calls", "max_completion_tokens",
+        "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "n", "response_format", "verbosity",
+        "reasoning_effort", "stream_options",
+    )
+)  # fmt: skip
+_DROPPED_FOR_CHAT = frozenset(name for name, _ in fields_of("pivot -> chat", "dropped"))
+
+
+def request_from_chat(body: Mapping[str, Any]) -> ResponsesRequest:
+    """The pivot of a Chat body. Raises `BadRequest` (400) naming the field that cannot be read or honoured."""
+    if not isinstance(body.get("messages"), list) or not body["messages"]:
+        raise refuse("messages", body.get("messages"), "a list with at least one message")
+    if body.get("n") not in (None, 1):
+        raise BadRequest(
+            f"n: {body['n']!r} is not supported: {dict(fields_of('chat -> pivot', 'refused'))['n']}", status=400
+        )
+    tools = objects_field(body, "tools") or [{"type": "function", **f} for f in objects_field(body, "functions")]
+    limit = int_field(body, "max_completion_tokens")
+    return ResponsesRequest(
+        input=items_from_messages(body["messages"]),
+        model=text_field(body, "model"),
+        tools=tools_from_chat(tools),
+        tool_choice=choice_from_chat(choice_field(body, "tool_choice")) if tools else None,
+        parallel_tool_calls=bool_field(body, "parallel_tool_calls"),
+        max_output_tokens=limit if limit is not None else int_field(body, "max_tokens"),
+        temperature=number_field(body, "temperature"),
+        top_p=number_field(body, "top_p"),
+        top_k=int_field(body, "top_k"),
+        seed=int_field(body, "seed"),
+        stop=stop_field(body),
+        stream=bool(bool_field(body, "stream")),
+        extra=_extra_from_chat(body),
+    )
+
+
+def _extra_from_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    extra = {name: value for name, value in body.items() if name not in _NAMED and value is not None}
+    text: dict[str, Any] = {}
+    shape = body.get("response_format")
+    if isinstance(shape, dict):
+        inner = shape.get("json_schema")
+        text["format"] = {"type": "json_schema", **inner} if isinstance(inner, dict) else shape
+    if body.get("verbosity") is not None:
+        text["verbosity"] = body["verbosity"]
+    if text:
+        extra["text"] = text
+    if body.get("reasoning_effort") is not None:
+        extra["reasoning"] = {"effort": body["reasoning_effort"]}
+    return extra
+
+
+def request_to_chat(
+    request: ResponsesRequest, *, reasoning_field: str = "reasoning_content"
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A Chat body made from the pivot, and the names of what Chat could not carry (`tools.<kind>`, `items.<type>`)."""
+    messages, lost = messages_from_items(request_items(request), reasoning_field=reasoning_field)
+    tools, lost_tools = tools_to_chat(request.tools)
+    body: dict[str, Any] = {"model": request.model, "messages": messages}
+    if tools:
+        body["tools"] = tools
+        body["tool_choice"] = choice_to_chat(request.tool_choice)
+        body["parallel_tool_calls"] = request.parallel_tool_calls
+    body["max_tokens"] = request.max_output_tokens
+    for name in ("temperature", "top_p", "top_k", "seed"):
+        body[name] = getattr(request, name)
+    if request.stop:
+        body["stop"] = list(request.stop)
+    body.update(_extra_to_chat(request.extra))
+    return {name: value for name, value in body.items() if value is not None}, (*lost_tools, *lost)
+
+
+def _extra_to_chat(extra: Mapping[str, Any]) -> dict[str, Any]:
+    out = {n: v for n, v in extra.items() if n not in _DROPPED_FOR_CHAT and n not in ("text", "reasoning")}
+    text, reasoning = extra.get("text"), extra.get("reasoning")
+    if isinstance(text, dict):
+        shape = text.get("format")
+        if isinstance(shape, dict) and shape.get("type") == "json_schema":
+            inner = {name: value for name, value in shape.items() if name != "type" and value is not None}
+            out["response_format"] = {"type": "json_schema", "json_schema": inner}
+        elif isinstance(shape, dict) and shape.get("type") != "text":
+            out["response_format"] = shape
+        out["verbosity"] = text.get("verbosity")
+    if isinstance(reasoning, dict):
+        out["reasoning_effort"] = reasoning.get("effort")
+    return out
+
+
+def clean_chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """A Chat client's own body as an upstream gets it: the same, without nulls, our own echoes and odd parts.
+
+    Nulls are dropped from the body and from messages (`"top_logprobs": null` makes engines return no logprobs at all,
+    `"tool_calls": []` is refused by some); a tool choice without tools goes; a turn with neither text nor calls gets
+    empty text. Content and argument strings are the client's own objects.
+    """
+    out = {name: value for name, value in body.items() if value is not None and name not in ("n", "stream_options")}
+    out["messages"] = [_clean_message(message) for message in body["messages"]]
+    if not out.get("tools"):
+        out.pop("tools", None)
+        if not out.get("functions"):
+            out.pop("tool_choice", None)
+            out.pop("parallel_tool_calls", None)
+    return out
+
+
+def _clean_message(message: Message) -> Message:
+    if message.get("role") != "assistant":
+        return message if None not in message.values() else {k: v for k, v in message.items() if v is not None}
+    content = message.get("content")
+    if isinstance(content, list) and any(_is_foreign(part) for part in content):
+        made, _ = messages_from_items(items_from_messages([message]))
+        return made[0]
+    clean = {
+        name: value
+        for name, value in without_token_fields(message).items()
+        if value is not None and not (name == "tool_calls" and not value)
+    }
+    if "content" not in clean and "tool_calls" not in clean and "function_call" not in clean:
+        clean["content"] = ""
+    elif "content" in message and content is None and "content" not in clean:
+        clean["content"] = None
+    return clean
+
+
+def _is_foreign(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in (*THOUGHT_PARTS, *CALL_PARTS)

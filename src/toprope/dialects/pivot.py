@@ -1,0 +1,103 @@
+"""The form between the dialects: Responses items, and one finished generation in them.
+
+Every dialect's request becomes a `ResponsesRequest`, every engine's generation a `PivotReply`; each dialect renders a
+reply from that. Left to others: one dialect's own spelling (`chat_request`, `chat_reply`, `responses`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from toprope.errors.tree import BadRequest
+from toprope.wire.responses import TOKEN_FIELDS, FinishReason, Item, ResponsesRequest, Usage
+
+_ID_PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_TOKEN_FIELDS = frozenset(TOKEN_FIELDS)
+
+
+@dataclass(frozen=True, slots=True)
+class PivotReply:
+    """One finished generation. `output` are Responses items in order, with ids, without token arrays.
+
+    `reply_id` is the reply's own id without the dialect's prefix, `created` seconds since 1970. `tokens` is NeMo
+    Gym's triple as plain lists for a caller that asked for it, `logprobs` a Chat `logprobs` object likewise.
+    """
+
+    output: tuple[Item, ...]
+    finish_reason: FinishReason
+    model: str
+    usage: Usage
+    reply_id: str
+    created: int
+    tokens: Mapping[str, Any] | None = None
+    logprobs: Mapping[str, Any] | None = None
+    extra: Mapping[str, Any] = field(default_factory=dict)
+
+
+def without_token_fields(item: Item) -> Item:
+    """`item` without token arrays that a client echoed back; the same object where it holds none.
+
+    LiteLLM keeps unknown reply fields under `provider_specific_fields`; they are looked for there too.
+    """
+    nested = item.get("provider_specific_fields")
+    hidden = nested if isinstance(nested, dict) and not _TOKEN_FIELDS.isdisjoint(nested) else None
+    if _TOKEN_FIELDS.isdisjoint(item) and hidden is None:
+        return item
+    clean = {name: value for name, value in item.items() if name not in _TOKEN_FIELDS}
+    if hidden is not None:
+        clean["provider_specific_fields"] = {k: v for k, v in hidden.items() if k not in _TOKEN_FIELDS}
+    return clean
+
+
+def with_item_ids(output: Iterable[Item], reply_id: str) -> tuple[Item, ...]:
+    """Output items as the record and the client get them: every one with an id, a status and no token arrays.
+
+    Ids that the engine gave stay; missing ones are made from `reply_id` and the position. A function call without a
+    `call_id`, or with one that an earlier call of this reply has, gets one made the same way.
+    """
+    items: list[Item] = []
+    calls: set[str] = set()
+    for index, item in enumerate(output):
+        item = dict(without_token_fields(item))
+        kind = str(item.get("type"))
+        if not item.get("id"):
+            item["id"] = f"{_ID_PREFIX.get(kind, 'item')}_{reply_id}_{index}"
+        if kind == "function_call":
+            if not item.get("call_id") or item["call_id"] in calls:
+                item["call_id"] = f"call_{reply_id}_{index}"
+            calls.add(item["call_id"])
+        item.setdefault("status", "completed")
+        items.append(item)
+    return tuple(items)
+
+
+def carrier_index(output: Sequence[Item]) -> int | None:
+    """The position of the item that carries the token arrays: the last one, or None without items."""
+    return len(output) - 1 if output else None
+
+
+def request_items(request: ResponsesRequest) -> tuple[Item, ...]:
+    """All items of a request in prompt order: `instructions` as a leading system message, then `input`."""
+    if not request.instructions:
+        return request.input
+    return ({"type": "message", "role": "system", "content": request.instructions}, *request.input)
+
+
+def sampling_of(request: ResponsesRequest) -> dict[str, Any]:
+    """The sampling parameters a request names; what it leaves out is the engine's default and is not invented."""
+    names = ("temperature", "top_p", "top_k", "seed", "max_output_tokens")
+    values = {name: getattr(request, name) for name in names}
+    if request.stop:
+        values["stop"] = list(request.stop)
+    if request.tool_choice is not None:
+        values["tool_choice"] = request.tool_choice
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def refuse_unsupported(body: Mapping[str, Any], fields: Iterable[tuple[str, str]]) -> None:
+    """Refuse (400) the first of `fields` that the body sets; each is (name, why it cannot be honoured)."""
+    for name, why in fields:
+        if body.get(name) not in (None, False, "", [], {}):
+            raise BadRequest(f"{name} is not supported: {why}", status=400)

@@ -1,0 +1,250 @@
+"""The Chat Completions format: what a request's messages look like, and how an upstream's reply is read.
+
+A reply is decoded once, typed: token ids and logprobs go straight into arrays (60 KB with 4,300 ids: 0.2 ms, a
+quarter of what a general parse with conversion takes). What the strict decoder refuses (a bare `NaN`, a lone
+surrogate, an id list with holes) is read again leniently, so that the agent keeps its text and the fault is named.
+Left to others: what messages mean (`toprope.dialects`), whether ids may be trained on (`toprope.tokens`).
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from toprope.wire.responses import Usage
+
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+class BadChatReply(ValueError):
+    """An upstream's 200 that is no chat completion; the message says what is missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChatReply:
+    """One upstream completion, as it came.
+
+    `message` and `logprobs` are the wire's objects (`logprobs` only when asked for). Shapes: `prompt_ids` (P,) and
+    `token_ids` (G,) uint32, `log_probs` (L,) float64 in nats with NaN for a missing or unreadable value, each None
+    where the reply does not have it. `token_fault` names a list that could not be read at all.
+    """
+
+    message: dict[str, Any]
+    finish_reason: str | None
+    id: str | None
+    model: str | None
+    created: int | None
+    usage: Usage
+    prompt_ids: NDArray[np.uint32] | None
+    token_ids: NDArray[np.uint32] | None
+    log_probs: NDArray[np.float64] | None
+    logprobs: Mapping[str, Any] | None
+    extra: Mapping[str, Any]
+    token_fault: str | None = None
+
+
+class _TokenLogprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_TokenLogprob] | None = None
+
+
+class _PromptDetails(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _CompletionDetails(msgspec.Struct):
+    reasoning_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _PromptDetails | None = None
+    completion_tokens_details: _CompletionDetails | None = None
+
+
+class _Choice(msgspec.Struct):
+    message: dict[str, Any]
+    finish_reason: str | None = None
+    logprobs: _Logprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class _Reply(msgspec.Struct):
+    choices: list[_Choice]
+    id: str | None = None
+    model: str | None = None
+    created: int | None = None
+    usage: _Usage | None = None
+    prompt_token_ids: list[int] | None = None
+    system_fingerprint: str | None = None
+    service_tier: str | None = None
+
+
+class _KeptChoice(msgspec.Struct):
+    logprobs: dict[str, Any] | None = None
+
+
+class _KeptLogprobs(msgspec.Struct):
+    choices: list[_KeptChoice]
+
+
+_reply_decoder = msgspec.json.Decoder(_Reply)
+_kept_decoder = msgspec.json.Decoder(_KeptLogprobs)
+
+
+def read_chat_reply(data: bytes, *, keep_logprobs: bool = False) -> ChatReply:
+    """Read a chat completion. `keep_logprobs` also keeps the choice's `logprobs` object for a client that asked.
+
+    Raises `BadChatReply` for what is no completion with exactly one choice.
+    """
+    try:
+        reply = _reply_decoder.decode(data)
+        kept = _kept_decoder.decode(data).choices if keep_logprobs else []
+        choice = _only(reply.choices)
+        prompt_ids, token_ids = _ids(reply.prompt_token_ids or choice.prompt_token_ids), _ids(choice.token_ids)
+    except (msgspec.DecodeError, OverflowError, RecursionError):
+        return _read_leniently(data, keep_logprobs)
+    log_probs = None
+    if choice.logprobs is not None and choice.logprobs.content is not None:
+        log_probs = np.array([entry.logprob for entry in choice.logprobs.content], dtype=np.float64)
+    parts = _from_message(choice.message) if token_ids is None else None
+    return ChatReply(
+        message=choice.message,
+        finish_reason=choice.finish_reason,
+        id=reply.id,
+        model=reply.model,
+        created=reply.created,
+        usage=_usage(reply.usage),
+        prompt_ids=parts.prompt if parts else prompt_ids,
+        token_ids=parts.generation if parts else token_ids,
+        log_probs=parts.log_probs if parts else log_probs,
+        logprobs=_only(kept).logprobs if kept else None,
+        extra=_present(system_fingerprint=reply.system_fingerprint, service_tier=reply.service_tier),
+        token_fault=parts.fault if parts else None,
+    )
+
+
+def _read_leniently(data: bytes, keep_logprobs: bool) -> ChatReply:
+    """The slow road: the standard parser takes NaN and lone surrogates; each token list is then judged by itself."""
+    try:
+        body = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise BadChatReply(f"not JSON: {error}") from error
+    choices = body.get("choices") if isinstance(body, dict) else None
+    if not isinstance(choices, list):
+        raise BadChatReply("an object with `choices` is expected")
+    choice = _only(choices)
+    message = choice.get("message") if isinstance(choice, dict) else None
+    if not isinstance(message, dict):
+        raise BadChatReply("choices[0].message is not an object")
+    logprobs = choice.get("logprobs")
+    content = logprobs.get("content") if isinstance(logprobs, dict) else None
+    prompt = body.get("prompt_token_ids") or choice.get("prompt_token_ids")
+    parts = _lenient_tokens(prompt, choice.get("token_ids"), content)
+    if parts.generation is None and parts.fault is None:
+        parts = _from_message(message) or parts
+    return ChatReply(
+        message=message,
+        finish_reason=_text(choice.get("finish_reason")),
+        id=_text(body.get("id")),
+        model=_text(body.get("model")),
+        created=_count(body.get("created")),
+        usage=_lenient_usage(body.get("usage")),
+        prompt_ids=parts.prompt,
+        token_ids=parts.generation,
+        log_probs=parts.log_probs,
+        logprobs=logprobs if keep_logprobs and isinstance(logprobs, dict) else None,
+        extra=_present(system_fingerprint=body.get("system_fingerprint"), service_tier=body.get("service_tier")),
+        token_fault=parts.fault,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    prompt: NDArray[np.uint32] | None
+    generation: NDArray[np.uint32] | None
+    log_probs: NDArray[np.float64] | None
+    fault: str | None = None
+
+
+def _from_message(message: Mapping[str, Any]) -> _Tokens | None:
+    """NeMo Gym's triple on the message itself, or None if none of it is there."""
+    prompt, generation = message.get("prompt_token_ids"), message.get("generation_token_ids")
+    log_probs = message.get("generation_log_probs")
+    if prompt is None and generation is None and log_probs is None:
+        return None
+    entries = [{"logprob": value} for value in log_probs] if isinstance(log_probs, list) else log_probs
+    return _lenient_tokens(prompt, generation, entries)
+
+
+def _lenient_tokens(prompt: Any, generation: Any, content: Any) -> _Tokens:
+    try:
+        return _Tokens(_ids(prompt), _ids(generation), _lenient_log_probs(content))
+    except (TypeError, OverflowError, ValueError) as error:
+        return _Tokens(None, None, None, f"no_token_ids: a list of token ids cannot be read ({error})")
+
+
+def _lenient_log_probs(content: Any) -> NDArray[np.float64] | None:
+    if content is None:
+        return None
+    if not isinstance(content, list):
+        raise TypeError("logprobs.content is not a list")
+    values = [entry.get("logprob") if isinstance(entry, dict) else None for entry in content]
+    number = [float(v) if isinstance(v, int | float) and not isinstance(v, bool) else float("nan") for v in values]
+    return np.array(number, dtype=np.float64)
+
+
+def _ids(values: list[int] | None) -> NDArray[np.uint32] | None:
+    """`array` refuses what is no u32 and is three times as fast as numpy on a list."""
+    if values is None:
+        return None
+    return np.frombuffer(array("I", values), dtype=np.uint32) if values else np.zeros(0, dtype=np.uint32)
+
+
+def _only(choices: list[Any]) -> Any:
+    if len(choices) != 1:
+        raise BadChatReply(f"{len(choices)} choices; exactly one is expected")
+    return choices[0]
+
+
+def _usage(usage: _Usage | None) -> Usage:
+    if usage is None:
+        return Usage()
+    prompt, completion = usage.prompt_tokens_details, usage.completion_tokens_details
+    return Usage(
+        usage.prompt_tokens,
+        usage.completion_tokens,
+        prompt.cached_tokens if prompt else None,
+        completion.reasoning_tokens if completion else None,
+    )
+
+
+def _lenient_usage(value: Any) -> Usage:
+    try:
+        return _usage(msgspec.convert(value, _Usage | None))
+    except (msgspec.ValidationError, RecursionError):
+        return Usage()
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _present(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
