@@ -1,0 +1,85 @@
+"""One request on its way out, and what both transports promise about it.
+
+A transport sends once. It returns the peer's reply whatever its status, or raises `TransportError` with the kind and
+what is known of delivery. Left to others: sending again (`replay`), whose request it is (`peer`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+from urllib.parse import urlsplit
+
+from toprope.errors.kinds import Delivery, Kind
+from toprope.errors.tree import PeerError, TransportError
+from toprope.http.headers import RawHeaders
+from toprope.http.reply import Reply
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Scheme and authority, as in `http://127.0.0.1:8000` or `inline://model`."""
+
+    scheme: str
+    authority: str
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.authority}"
+
+
+@dataclass(frozen=True, slots=True)
+class Exchange:
+    """What goes out, once: `target` is the raw path with its query; times in seconds, sizes in bytes.
+
+    `timeout_s` bounds the time from sending to the last byte of the reply; None leaves it to the caller.
+    """
+
+    method: str
+    origin: Origin
+    target: str
+    headers: RawHeaders
+    body: bytes | None
+    timeout_s: float | None
+    connect_timeout_s: float
+    max_bytes: int
+
+    @property
+    def shown_url(self) -> str:
+        """The URL for messages: no query and no credentials, which may be secrets."""
+        return shown(f"{self.origin}{self.target}")
+
+
+class Transport(Protocol):
+    """One way to reach a peer."""
+
+    async def send(self, exchange: Exchange) -> Reply:
+        """The whole reply. Raises `TransportError`, or `PeerError` for a reply over `max_bytes`.
+
+        Cancelling it reaches the peer as a disconnect.
+        """
+
+    async def close(self) -> None:
+        """Once it returns no connection is open."""
+
+
+def shown(url: str) -> str:
+    """`url` without query, fragment and credentials."""
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def failure(kind: Kind, exchange: Exchange, delivery: Delivery, why: str) -> TransportError:
+    """The error for one failed send. `why` is a phrase: "connection refused"."""
+    url = exchange.shown_url
+    return TransportError(f"{exchange.method} {url}: {why}", kind=kind, url=url, delivery=delivery)
+
+
+def reply_too_large(exchange: Exchange) -> PeerError:
+    """The error for a reply that is longer than the caller takes."""
+    return PeerError(
+        f"{exchange.method} {exchange.shown_url}: the reply is larger than the limit of {exchange.max_bytes} bytes "
+        "(max_bytes); decompressed size counts",
+        kind=Kind.BAD_REPLY,
+        retryable=False,
+        delivery=Delivery.DELIVERED,
+    )

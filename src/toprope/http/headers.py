@@ -1,0 +1,71 @@
+"""Header fields as they stand on the wire: lower-case names, latin-1 bytes, repeats kept, looked up without case.
+
+Left to others: what a header means.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+RawHeaders = list[tuple[bytes, bytes]]
+
+_BAD_NAME = re.compile(rb"[^!#$%&'*+\-.^_`|~0-9A-Za-z]")
+_BAD_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+
+
+class Headers(Mapping[str, str]):
+    """A read-only view of raw header pairs. `get` ignores case and gives the first value of a repeated name."""
+
+    __slots__ = ("raw",)
+
+    def __init__(self, raw: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        self.raw: tuple[tuple[bytes, bytes], ...] = tuple(raw)
+
+    @classmethod
+    def of(cls, fields: Mapping[str, str]) -> Headers:
+        """Headers from a plain mapping. Raises `ValueError` for a name or value that HTTP cannot carry."""
+        if isinstance(fields, Headers):
+            return fields
+        return cls([raw_field(name, value) for name, value in fields.items()]) if fields else EMPTY
+
+    def __getitem__(self, name: str) -> str:
+        wanted = name.lower().encode("latin-1")
+        for key, value in self.raw:
+            if key == wanted:
+                return value.decode("latin-1")
+        raise KeyError(name)
+
+    def get_all(self, name: str) -> list[str]:
+        """Every value sent under `name`, in order."""
+        wanted = name.lower().encode("latin-1")
+        return [value.decode("latin-1") for key, value in self.raw if key == wanted]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and any(key == name.lower().encode("latin-1") for key, _ in self.raw)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dict.fromkeys(key.decode("latin-1") for key, _ in self.raw))
+
+    def __len__(self) -> int:
+        return len({key for key, _ in self.raw})
+
+    def __hash__(self) -> int:
+        return hash(frozenset(key for key, _ in self.raw))
+
+    def __repr__(self) -> str:
+        return f"Headers({', '.join(self)})"  # names only: values may be secrets
+
+
+EMPTY = Headers()
+
+
+def raw_field(name: str, value: str) -> tuple[bytes, bytes]:
+    """One pair for the wire. Raises `ValueError` for line breaks, control characters and what is not latin-1."""
+    try:
+        key, data = name.lower().encode("ascii"), value.encode("latin-1")
+    except UnicodeEncodeError:
+        raise ValueError(f"header {name!r}: names are ASCII and values latin-1") from None
+    if not key or _BAD_NAME.search(key) or _BAD_VALUE.search(data):
+        raise ValueError(f"header {name!r}: a name is a token, a value has no line breaks or control characters")
+    return key, data

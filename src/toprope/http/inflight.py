@@ -1,0 +1,141 @@
+"""The calls that a server has in hand, and who may end each of them.
+
+    attached   the client's leaving cancels the handler; so does stop()
+    detached   the handler runs to its end in a task of its own; only stop() ends it, after the drain bound
+
+Left to others: what a handler does, how its outcome becomes a reply (`app`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+from toprope.errors.tree import NotReady
+from toprope.http.asgi import Receive
+from toprope.http.inbound import ClientLeft
+from toprope.http.reply import Reply
+
+log = logging.getLogger("toprope.http")
+
+# Handlers that end within this need no watcher task; one that takes longer learns of a leaving client this late at
+# most. A task costs about 15 us, a timer that is cancelled about 1.
+WATCH_AFTER_S = 0.01
+# What a cancelled handler gets for its own clean-up when the server stops, before it is named in the log and left.
+UNWIND_S = 10.0
+
+Answer = Callable[[], Awaitable[Reply]]
+
+
+class InFlight:
+    """The attached and detached calls of one server."""
+
+    def __init__(self, server: str) -> None:
+        self._server = server
+        self._attached: set[_Attached] = set()
+        self._detached: set[asyncio.Task[Reply]] = set()
+        self.stopping = False
+
+    def __len__(self) -> int:
+        return len(self._attached) + len(self._detached)
+
+    async def attached(self, answer: Answer, receive: Receive) -> Reply:
+        """Run `answer` here. Raises `ClientLeft` when the client's leaving ended it, `NotReady` when stop() did."""
+        task = asyncio.current_task()
+        assert task is not None
+        call = _Attached(task, receive)
+        self._attached.add(call)
+        timer = task.get_loop().call_later(WATCH_AFTER_S, call.watch)
+        try:
+            reply = await answer()
+        except asyncio.CancelledError:
+            if call.cause is None:
+                raise
+            task.uncancel()
+            raise call.outcome(self._server) from None
+        finally:
+            timer.cancel()
+            call.end()
+            self._attached.discard(call)
+        if call.cause is not None:  # cancelled in the very step in which it ended: take that cancellation back
+            await _absorb_cancellation(task)
+            if call.cause == "client_left":
+                raise ClientLeft
+        return reply
+
+    async def detached(self, answer: Answer, label: str) -> Reply:
+        """Run `answer` in a task of its own; it goes on when whoever waits here is cancelled."""
+        task = asyncio.get_running_loop().create_task(self._guard(answer), name=f"{self._server}: {label}")
+        self._detached.add(task)
+        task.add_done_callback(self._detached.discard)
+        return await asyncio.shield(task)
+
+    async def _guard(self, answer: Answer) -> Reply:
+        try:
+            return await answer()
+        except asyncio.CancelledError:
+            if self.stopping:
+                raise NotReady(f"{self._server} is shutting down; the call was stopped at the drain bound") from None
+            raise
+
+    async def drain(self, bound_s: float) -> None:
+        """End everything: attached calls now, detached ones when done or after `bound_s`. Nothing runs on return.
+
+        A handler that resists its cancellation for `UNWIND_S` is named in the log and left behind.
+        """
+        self.stopping = True
+        attached = [call for call in self._attached if call.cancel("stopping")]
+        if self._detached:
+            await asyncio.wait(set(self._detached), timeout=bound_s)
+        late = list(self._detached)
+        for task in late:
+            log.warning("%s: stopped after %g s of draining", task.get_name(), bound_s)
+            task.cancel()
+        remaining: set[asyncio.Task[Any]] = {call.task for call in attached if not call.task.done()} | set(late)
+        remaining -= {asyncio.current_task()}  # a handler may stop its own server
+        if remaining:
+            _, resisting = await asyncio.wait(remaining, timeout=UNWIND_S)
+            for task in resisting:
+                log.error("%s: %s resists its cancellation and is left behind", self._server, task.get_name())
+
+
+class _Attached:
+    """One attached call: its task, the watcher on its client, and why it was cancelled, if it was."""
+
+    __slots__ = ("_receive", "_watcher", "cause", "task")
+
+    def __init__(self, task: asyncio.Task[object], receive: Receive) -> None:
+        self.task = task
+        self.cause: Literal["client_left", "stopping"] | None = None
+        self._receive = receive
+        self._watcher: asyncio.Task[None] | None = None
+
+    def watch(self) -> None:
+        self._watcher = self.task.get_loop().create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self.cancel("client_left")
+
+    def cancel(self, cause: Literal["client_left", "stopping"]) -> bool:
+        if self.cause is not None:
+            return False
+        self.cause = cause
+        return self.task.cancel()
+
+    def end(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+
+    def outcome(self, server: str) -> Exception:
+        return ClientLeft() if self.cause == "client_left" else NotReady(f"{server} is shutting down")
+
+
+async def _absorb_cancellation(task: asyncio.Task[object]) -> None:
+    try:
+        await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        task.uncancel()

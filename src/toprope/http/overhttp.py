@@ -1,0 +1,137 @@
+"""The HTTP transport: aiohttp without the defaults that would cap a run.
+
+No pool limit (theirs: 100), no total timeout (theirs: 300 s), no cookie jar, TCP keep-alive on, idle connections given
+up before any common server does. Each failure is named: refused, DNS, connect timeout, dropped, cut body, timeout.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from typing import Any
+
+import aiohttp
+from yarl import URL
+
+from toprope.errors.kinds import Delivery, Kind
+from toprope.errors.tree import TransportError
+from toprope.http.encoding import decode_content
+from toprope.http.exchange import Exchange, failure, reply_too_large
+from toprope.http.headers import Headers
+from toprope.http.reply import Reply
+
+# Shorter than the shortest keep-alive among common servers (uvicorn and Node: 5 s; ours: `serve.KEEP_ALIVE_S`), so
+# that a pooled connection is not reused in the moment in which the server closes it.
+KEEP_ALIVE_S = 4.0
+_FIELD_LIMIT = 65536
+_OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
+
+
+class HttpTransport:
+    """Connections are made on first use, in the loop that uses them, and shared by all peers of one client."""
+
+    def __init__(self) -> None:
+        self._session: aiohttp.ClientSession | None = None
+
+    async def send(self, exchange: Exchange) -> Reply:
+        """As `Transport.send`."""
+        try:
+            async with self._open().request(
+                exchange.method,
+                URL(f"{exchange.origin}{exchange.target}", encoded=True),
+                data=exchange.body,
+                headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in exchange.headers],
+                timeout=aiohttp.ClientTimeout(total=exchange.timeout_s, connect=exchange.connect_timeout_s),
+                allow_redirects=False,
+            ) as response:
+                return await _read(response, exchange)
+        except aiohttp.ClientError as error:
+            raise _named(error, exchange) from error
+        except TimeoutError as error:
+            why = f"no complete reply within {exchange.timeout_s:g} s" if exchange.timeout_s else "timed out"
+            raise failure(Kind.TRANSPORT_TIMEOUT, exchange, Delivery.POSSIBLY_DELIVERED, why) from error
+        except OSError as error:
+            raise _named_os_error(error, exchange) from error
+
+    def _open(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(
+                    limit=0, limit_per_host=0, keepalive_timeout=KEEP_ALIVE_S, socket_factory=_socket_with_keepalive
+                ),
+                cookie_jar=aiohttp.DummyCookieJar(),
+                timeout=aiohttp.ClientTimeout(),
+                skip_auto_headers=("user-agent", "content-type", "accept", "accept-encoding"),
+                auto_decompress=False,
+                trust_env=False,
+                max_line_size=_FIELD_LIMIT,
+                max_field_size=_FIELD_LIMIT,
+                read_bufsize=1 << 20,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        """Once it returns no connection is open; the next send opens new ones."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+
+def _socket_with_keepalive(address: Any) -> socket.socket:
+    """A peer that vanishes without a word is noticed after about two minutes and not never."""
+    family, kind, protocol, *_ = address
+    sock = socket.socket(family, kind, protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    return sock
+
+
+async def _read(response: aiohttp.ClientResponse, exchange: Exchange) -> Reply:
+    pieces: list[bytes] = []
+    size = 0
+    while piece := await response.content.readany():
+        size += len(piece)
+        if size > exchange.max_bytes:
+            response.close()  # the rest is not worth reading
+            raise reply_too_large(exchange)
+        pieces.append(piece)
+    body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    encoding = response.headers.get("content-encoding")
+    if encoding is not None:
+        body = decode_content(body, encoding, limit=exchange.max_bytes, what="the reply")
+    headers = Headers((name.lower(), value) for name, value in response.raw_headers)
+    return Reply(response.status, body, headers, url=exchange.shown_url)
+
+
+def _named(error: aiohttp.ClientError, exchange: Exchange) -> TransportError:
+    if isinstance(error, aiohttp.ClientConnectorDNSError):
+        return failure(Kind.TRANSPORT_UNREACHABLE, exchange, Delivery.NOT_SENT, f"the name does not resolve ({error})")
+    if isinstance(error, aiohttp.ClientConnectorError):
+        return _named_os_error(error, exchange, connecting=True)
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        why = f"no connection within {exchange.connect_timeout_s:g} s"
+        return failure(Kind.TRANSPORT_TIMEOUT, exchange, Delivery.NOT_SENT, why)
+    if isinstance(error, aiohttp.ServerTimeoutError):
+        return failure(Kind.TRANSPORT_TIMEOUT, exchange, Delivery.POSSIBLY_DELIVERED, f"timed out ({error})")
+    if isinstance(error, aiohttp.ClientPayloadError):
+        return failure(Kind.TRANSPORT_DROPPED, exchange, Delivery.DELIVERED, "the reply was cut off in its body")
+    if isinstance(error, aiohttp.ClientResponseError):
+        why = f"what came back is no HTTP ({error.message})"
+        return failure(Kind.BAD_REPLY, exchange, Delivery.DELIVERED, why)
+    if isinstance(error, OSError):
+        return _named_os_error(error, exchange)
+    why = f"the connection was dropped before a reply ({error or type(error).__name__})"
+    return failure(Kind.TRANSPORT_DROPPED, exchange, Delivery.POSSIBLY_DELIVERED, why)
+
+
+def _named_os_error(error: OSError, exchange: Exchange, *, connecting: bool = False) -> TransportError:
+    text = error.strerror or str(error) or type(error).__name__
+    delivery = Delivery.NOT_SENT if connecting else Delivery.POSSIBLY_DELIVERED
+    if error.errno in _OUT_OF_RESOURCES:
+        return failure(Kind.TRANSPORT_RESOURCE, exchange, delivery, f"this machine is out of resources ({text})")
+    if not connecting:
+        return failure(Kind.TRANSPORT_DROPPED, exchange, delivery, f"the connection was dropped ({text})")
+    refused = "connection refused" if error.errno == errno.ECONNREFUSED else f"no connection ({text})"
+    return failure(Kind.TRANSPORT_UNREACHABLE, exchange, delivery, refused)

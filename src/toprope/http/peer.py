@@ -1,0 +1,196 @@
+"""A peer: one base URL in one role, and the calls to it, each stamped with the rollout that the caller works for.
+
+The role decides what a call carries: `model`, `agent` and `resources` get the rollout prefix (never twice), these and
+`environment` our protocol header, a foreign peer (None) neither. Left to others: sending again (`replay`), bytes
+(`inprocess`, `overhttp`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+from urllib.parse import quote, urlsplit
+
+from toprope.correlation.context import current_rollout
+from toprope.correlation.path import format_prefix, has_prefix
+from toprope.errors.kinds import Delivery, Kind
+from toprope.errors.tree import PeerError
+from toprope.http.cookies import cookie_header
+from toprope.http.exchange import Exchange, Origin, Transport, shown
+from toprope.http.headers import RawHeaders, raw_field
+from toprope.http.jsonbody import encode
+from toprope.http.replay import BEFORE_DELIVERY, Replayer, ReplayPolicy
+from toprope.http.reply import Reply
+from toprope.protocol.headers import PROTOCOL, PROTOCOL_VERSION
+
+Role = Literal["model", "agent", "resources", "environment"]
+
+MAX_REPLY_BYTES = 256 * 2**20
+_STAMPED = frozenset({"model", "agent", "resources"})
+_PLAIN_TARGET = re.compile(r"[A-Za-z0-9/._~!$&'()*+,;=:@%?-]*")
+_SAFE = "/._~!$&'()*+,;=:@%?-"
+_MAX_REDIRECTS = 3
+
+
+class Peer:
+    """Calls to one base URL. Made by `Client.peer`; cheap, and safe to share between tasks."""
+
+    def __init__(
+        self,
+        base_url: str,
+        role: Role | None,
+        *,
+        transport: Transport,
+        replayer: Replayer,
+        connect_timeout_s: float,
+        api_key: str | None = None,
+    ) -> None:
+        parts = urlsplit(base_url)
+        if parts.scheme not in ("http", "https", "inline") or not parts.netloc or parts.query or parts.fragment:
+            raise ValueError(
+                f"URL {shown(base_url)!r}: expected http://host:port, https://host or inline://name, path allowed"
+            )
+        if "@" in parts.netloc:
+            raise ValueError(f"URL {shown(base_url)!r}: credentials do not belong into a URL; give an api_key")
+        self.origin = Origin(parts.scheme, parts.netloc)
+        self.role = role
+        self._base = _raw_target(parts.path.rstrip("/"))
+        self._transport = transport
+        self._replayer = replayer
+        self._connect_timeout_s = connect_timeout_s
+        self._fixed: RawHeaders = [raw_field("host", parts.netloc), (b"user-agent", b"toprope")]
+        if role is not None:
+            self._fixed.append((PROTOCOL.encode(), PROTOCOL_VERSION.encode()))
+        if api_key is not None:
+            self._fixed.append(raw_field("authorization", f"Bearer {api_key}"))
+
+    def __repr__(self) -> str:
+        return f"Peer({self.origin}{self._base}, {self.role})"
+
+    def url(self, path: str = "", *, capture: bool | None = None) -> str:
+        """The absolute URL of `path`, stamped as a call made now would be."""
+        return f"{self.origin}{self._target(path, capture)}"
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        cookies: Mapping[str, str] | None = None,
+        policy: ReplayPolicy = BEFORE_DELIVERY,
+        timeout_s: float | None = None,
+        capture: bool | None = None,
+        max_bytes: int = MAX_REPLY_BYTES,
+    ) -> Reply:
+        """The peer's reply, whatever its status. `body` is sent as it is if bytes, else as JSON.
+
+        `timeout_s` bounds each attempt from sending to the last byte (None: the caller's own deadline does).
+        `capture` None takes the bound context's flag for a model and False for every other role. Raises
+        `TransportError` (kind, url, delivery, attempts, elapsed_s) when no usable answer came, `PeerError` for a reply
+        over `max_bytes` or a redirect that must not be followed. Cancelling it reaches the peer as a disconnect.
+        """
+        target = self._target(path, capture)
+        data = None if body is None else body if isinstance(body, bytes) else encode(body)
+        exchange = Exchange(
+            method,
+            self.origin,
+            target,
+            self._fields(method, data, not isinstance(body, bytes), headers, cookies),
+            data,
+            timeout_s,
+            self._connect_timeout_s,
+            max_bytes,
+        )
+        reply = await self._replayer.send(self._transport, exchange, policy)
+        return reply if reply.status not in (301, 302, 303, 307, 308) else await self._follow(reply, exchange, policy)
+
+    def _target(self, path: str, capture: bool | None) -> str:
+        target = self._base + ("/" + path.lstrip("/") if path else "")
+        if _PLAIN_TARGET.fullmatch(target) is None:
+            target = _raw_target(target)
+        bound = current_rollout() if self.role in _STAMPED else None
+        if bound is None or has_prefix(target):
+            return target
+        if capture is None:
+            capture = bound.capture and self.role == "model"
+        return format_prefix(bound.key, capture=capture) + (target or "/" if path else target)
+
+    def _fields(
+        self,
+        method: str,
+        data: bytes | None,
+        json: bool,
+        headers: Mapping[str, str] | None,
+        cookies: Mapping[str, str] | None,
+    ) -> RawHeaders:
+        fields = list(self._fixed)
+        if headers:
+            own = [raw_field(name, value) for name, value in headers.items()]
+            given = {name for name, _ in own}
+            fields = [field for field in fields if field[0] not in given] + own
+        if cookies:
+            fields.append(raw_field("cookie", cookie_header(cookies)))
+        if data is not None:
+            if json or not any(name == b"content-type" for name, _ in fields):
+                fields.append((b"content-type", b"application/json"))
+            fields.append((b"content-length", b"%d" % len(data)))
+        elif method in ("POST", "PUT", "PATCH"):
+            fields.append((b"content-length", b"0"))
+        return fields
+
+    async def _follow(self, reply: Reply, exchange: Exchange, policy: ReplayPolicy) -> Reply:
+        """Follow redirects on the same origin, the prefix kept; refuse every other."""
+        method, body = exchange.method, exchange.body
+        for _ in range(_MAX_REDIRECTS):
+            location = reply.headers.get("location")
+            if location is None or reply.status not in (301, 302, 303, 307, 308):
+                return reply
+            if reply.status < 307 and method not in ("GET", "HEAD"):
+                raise self._refused_redirect(reply, location, f"a {reply.status} would turn the {method} into a GET")
+            exchange = Exchange(
+                method,
+                self.origin,
+                self._redirected(reply, location, exchange.target),
+                exchange.headers,
+                body,
+                exchange.timeout_s,
+                exchange.connect_timeout_s,
+                exchange.max_bytes,
+            )
+            reply = await self._replayer.send(self._transport, exchange, policy)
+        if reply.status not in (301, 302, 303, 307, 308):
+            return reply
+        raise self._refused_redirect(reply, reply.headers.get("location", ""), f"more than {_MAX_REDIRECTS} in a row")
+
+    def _redirected(self, reply: Reply, location: str, target: str) -> str:
+        parts = urlsplit(location)
+        scheme = "http" if self.origin.scheme == "inline" else self.origin.scheme
+        if (parts.scheme or scheme) not in (scheme, self.origin.scheme) or (
+            parts.netloc and parts.netloc.lower() != self.origin.authority.lower()
+        ):
+            raise self._refused_redirect(reply, location, "it leads to another origin")
+        if not parts.path.startswith("/"):
+            raise self._refused_redirect(reply, location, "its path is not absolute")
+        path = parts.path + (f"?{parts.query}" if parts.query else "")
+        if has_prefix(target) and not has_prefix(path):
+            _, _, key, rest = target.split("/", 3)
+            capture = rest.startswith("training-token-capture/")
+            path = format_prefix(key, capture=capture) + path
+        return _raw_target(path)
+
+    def _refused_redirect(self, reply: Reply, location: str, why: str) -> PeerError:
+        return PeerError(
+            f"{reply.url} redirects ({reply.status}) to {shown(location)}, which is not followed: {why}",
+            kind=Kind.BAD_REPLY,
+            retryable=False,
+            delivery=Delivery.DELIVERED,
+            upstream_status=reply.status,
+        )
+
+
+def _raw_target(path: str) -> str:
+    """`path` with everything escaped that may not stand in a URL; what is escaped already stays."""
+    return quote(path, safe=_SAFE)
