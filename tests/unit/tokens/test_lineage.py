@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from toprope.tokens.entry import TokenEntry
-from toprope.tokens.hashing import ChainHash
 from toprope.tokens.items import item_digests
 from toprope.tokens.lineage import LineageHistory, ParentChoice, decide
 

@@ -1,0 +1,278 @@
+"""The builder: a frozen snapshot in, safe traces or reasons to mask out. Pure, and never raises on bad evidence.
+
+    read (evidence) -> weigh witnesses (terminal) -> settle retries (retries) -> count what is left -> lay out (trace)
+
+The output depends on the set of records alone: byte-identical under any order and duplication. Time is linear in the
+ids that the records hold. What a row looks like (`project`) and where it goes (`capture.delivery`) is left to others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from toprope.tokens.snapshot import TokenCaptureSnapshot
+from toprope.trajectory import reasons
+from toprope.trajectory.evidence import Call, Evidence, read
+from toprope.trajectory.retries import Sorted, sort_out
+from toprope.trajectory.terminal import Terminal, TerminalWitnesses, choose
+from toprope.trajectory.trace import Role, Trace, make_trace
+
+Deliver: TypeAlias = Literal["single", "all_chains"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """What `_ng_token_capture` says of the evidence and of what became of it; counts are calls unless named tokens.
+
+    `n_calls` counts distinct held calls, `n_roots` and `n_chains` what is left after terminal selection,
+    `delivered_fraction` delivered by captured generated tokens (0.0 when none were captured).
+    """
+
+    n_calls: int
+    n_chains: int
+    n_roots: int
+    quarantined: tuple[str, ...]
+    collapsed: tuple[str, ...]
+    cut: tuple[str, ...]
+    empty_generation_calls: int
+    generated_tokens_captured: int
+    generated_tokens_delivered: int
+    parent_link_failures: dict[str, str]
+    incomplete_reasons: tuple[str, ...]
+    terminal_method: str | None
+    terminal_call_id: str | None
+    terminal_reason: str | None
+    truncated: bool
+
+    @property
+    def delivered_fraction(self) -> float:
+        if self.generated_tokens_captured == 0:
+            return 0.0
+        return self.generated_tokens_delivered / self.generated_tokens_captured
+
+
+@dataclass(frozen=True, slots=True)
+class Trainable:
+    """Traces that are safe to train on: one, or in `all_chains` mode one a safe chain (the terminal's first)."""
+
+    traces: tuple[Trace, ...]
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Masked:
+    """Nothing of this rollout may be trained on, for all of these reasons."""
+
+    reasons: tuple[str, ...]
+    metrics: Metrics
+
+
+Built: TypeAlias = Trainable | Masked
+
+
+@dataclass(slots=True)
+class _Case:
+    """Everything that was found out about one snapshot."""
+
+    snapshot: TokenCaptureSnapshot
+    evidence: Evidence
+    terminal: Terminal
+    path: list[Call]
+    sorted: Sorted
+    sampling: list[Call]
+
+    def live(self) -> list[Call]:
+        return [call for call in self.sampling if self.sorted.is_live(call)]
+
+    def leaves(self) -> list[Call]:
+        """Live calls that no live call continues; members of an undecided retry are leaves of their own."""
+        return [call for call in self.live() if not any(self.sorted.is_live(child) for child in call.children)]
+
+    def roots(self) -> list[Call]:
+        return [call for call in self.live() if call.parent is None and not any(call.faults_here())]
+
+
+def build(
+    snapshot: TokenCaptureSnapshot,
+    *,
+    terminal: TerminalWitnesses | None = None,
+    deliver: Deliver = "single",
+) -> Built:
+    """Build the traces of one rollout, or say why there are none.
+
+    `single` delivers the one safe chain: the named terminal's, or the only one there is. `all_chains` delivers every
+    safe chain with its role, each sampled span owned by one of them. An incomplete snapshot always masks.
+    """
+    evidence = read(snapshot.rollout_id, snapshot.entries)
+    chosen = choose(terminal or TerminalWitnesses(), evidence)
+    path = chosen.call.path() if chosen.call is not None else []
+    sampling = evidence.sampling()
+    case = _Case(snapshot, evidence, chosen, path, sort_out(sampling, chosen.named, path), sampling)
+    found = set(chosen.reasons) | _lost(snapshot) | _reasons_on_path(path)
+    if deliver == "all_chains":
+        chains = [] if found else _safe_chains(case)
+        found |= set() if chains or found else _why_nothing_is_safe(case)
+    elif chosen.call is not None:
+        chains = [(path, "terminal")]
+    else:
+        found |= _reasons_without_terminal(case)
+        leaves = case.leaves()
+        chains = [(leaves[0].path(), "terminal")] if len(leaves) == 1 else []
+    if found:
+        ordered = reasons.in_order(found)
+        return Masked(ordered, _metrics(case, (), ordered))
+    traces = _lay_out(snapshot.rollout_id, chains)
+    return Trainable(traces, _metrics(case, traces, ()))
+
+
+# -- what masks -----------------------------------------------------------------------------------------------------
+
+
+def _lost(snapshot: TokenCaptureSnapshot) -> set[str]:
+    """The reasons of a snapshot that misses a call; a reason that says so counts even without the flag."""
+    said = {reasons.bare(reason) for reason in snapshot.reasons if reasons.says_lost(reason)}
+    return {reasons.INCOMPLETE, *said} if snapshot.incomplete or said else set()
+
+
+def _reasons_of_fault(call: Call) -> set[str]:
+    if call.fault == reasons.UNRESOLVED_PARENT:
+        return set(reasons.of_unresolved(call.entry.parent_resolution_reason))
+    return {str(call.fault)}
+
+
+def _reasons_on_path(path: Iterable[Call]) -> set[str]:
+    """Boundaries and media between the first call of a conversation and its leaf."""
+    found: set[str] = set()
+    for call in path:
+        for fault in call.faults_here():
+            found |= _reasons_of_fault(fault)
+        if call.entry.media:
+            found.add(reasons.MEDIA_UNSUPPORTED)
+    return found
+
+
+def _reasons_without_terminal(case: _Case) -> set[str]:
+    """Nothing names the last call, so whatever is left counts."""
+    found = set(case.evidence.aside.values())
+    for call in case.evidence.calls.values():
+        if call.fault is not None:
+            found |= _reasons_of_fault(call)
+    questions = case.sorted.open_questions()
+    if questions:
+        found.add(reasons.UNRESOLVED_RETRY)
+    leaves, roots = case.leaves(), case.roots()
+    if len(roots) - sum(_spare(group, roots) for group in questions) > 1:
+        found.add(reasons.SEVERAL_ROOTS)
+    if len(leaves) - sum(_spare(group, leaves) for group in questions) > 1:
+        found.add(reasons.SEVERAL_CHAINS)
+    if not leaves:
+        found.add(reasons.NO_GENERATION)
+    for leaf in leaves:
+        found |= _reasons_on_path(leaf.path())
+    return found
+
+
+def _spare(group: frozenset[str], calls: list[Call]) -> int:
+    """How many of `calls` are further members of one undecided retry, which is one turn."""
+    return max(0, sum(call.id in group for call in calls) - 1)
+
+
+# -- every safe chain -----------------------------------------------------------------------------------------------
+
+
+def _safe_chains(case: _Case) -> list[tuple[list[Call], Role]]:
+    """The chains without a boundary, an image or an open question on them: the terminal's first, then by leaf id."""
+    undecided = {call_id for group in case.sorted.open_questions() for call_id in group}
+    # What follows the terminal is cut off, and so is a leaf that nobody read.
+    ended = case.sorted.cut | (case.terminal.call.descendants() if case.terminal.call is not None else set())
+    standing = [call for call in case.sampling if call.id not in ended]
+    continued = {call.parent.id for call in standing if call.parent is not None}
+    leaves = [call for call in standing if call.id not in continued]
+    chains: list[tuple[list[Call], Role]] = []
+    for leaf in leaves:
+        path = leaf.path()
+        collapsed = any(call.id in case.sorted.collapsed for call in path)
+        if collapsed or any(call.id in undecided for call in path) or _reasons_on_path(path):
+            continue
+        chains.append((path, _role(path, case, len(leaves))))
+    return sorted(chains, key=lambda chain: (chain[1] != "terminal", chain[0][-1].id))
+
+
+def _role(path: list[Call], case: _Case, n_leaves: int) -> Role:
+    """What a chain was, as far as evidence tells; a conversation beside the terminal one is a sub-agent's."""
+    if case.terminal.call is path[-1] or n_leaves == 1:
+        return "terminal"
+    if any(call.id in case.sorted.quarantined for call in path):
+        return "abandoned_retry"
+    if case.path and path[-1].entry.created_at < case.path[0].entry.created_at:
+        return "before_compaction"
+    return "sub_agent"
+
+
+def _why_nothing_is_safe(case: _Case) -> set[str]:
+    found = _reasons_without_terminal(case) - {reasons.SEVERAL_CHAINS, reasons.SEVERAL_ROOTS}
+    return found or {reasons.NO_GENERATION}
+
+
+def _lay_out(rollout_id: str, chains: Iterable[tuple[list[Call], Role]]) -> tuple[Trace, ...]:
+    """Traces in order; the first that holds a span owns it."""
+    owned: set[str] = set()
+    traces = []
+    for path, role in chains:
+        mine = {call.id for call in path} - owned
+        owned |= mine
+        traces.append(make_trace(rollout_id, path, role, lambda call, mine=mine: call.id in mine))  # type: ignore[misc]
+    return tuple(traces)
+
+
+# -- what is told ---------------------------------------------------------------------------------------------------
+
+
+def _metrics(case: _Case, traces: tuple[Trace, ...], found: tuple[str, ...]) -> Metrics:
+    terminal, sorted_out = case.terminal, case.sorted
+    last = terminal.call.id if terminal.call is not None else traces[0].call_ids[-1] if traces else None
+    return Metrics(
+        n_calls=len(case.evidence.calls) + len(case.evidence.aside),
+        n_chains=1 if terminal.call is not None else len(case.leaves()),
+        n_roots=1 if terminal.call is not None else len(case.roots()),
+        quarantined=tuple(sorted(sorted_out.quarantined)),
+        collapsed=tuple(sorted(sorted_out.collapsed)),
+        cut=tuple(sorted(sorted_out.cut)),
+        empty_generation_calls=sum(call.is_empty for call in case.evidence.calls.values()),
+        generated_tokens_captured=sum(len(call.generated) for call in case.sampling),
+        generated_tokens_delivered=sum(int(trace.loss_mask.sum()) for trace in traces),
+        parent_link_failures=case.evidence.link_failures(),
+        incomplete_reasons=tuple(sorted({r for r in case.snapshot.reasons if reasons.says_lost(r)})),
+        terminal_method=terminal.method or ("only_chain" if last is not None else None),
+        terminal_call_id=last,
+        terminal_reason=next((name for name in found if name.startswith("terminal_")), None),
+        truncated=any(reasons.bare(reason) == "truncated" for reason in case.snapshot.reasons),
+    )
+
+
+def metrics_json(metrics: Metrics, mask_reasons: tuple[str, ...]) -> dict[str, Any]:
+    """The part of `_ng_token_capture` that the evidence decides."""
+    out: dict[str, Any] = {
+        "n_calls": metrics.n_calls,
+        "n_chains": metrics.n_chains,
+        "n_roots": metrics.n_roots,
+        "quarantined": len(metrics.quarantined),
+        "collapsed": len(metrics.collapsed),
+        "delivered_fraction": metrics.delivered_fraction,
+        "generated_tokens_captured": metrics.generated_tokens_captured,
+        "generated_tokens_delivered": metrics.generated_tokens_delivered,
+        "parent_link_failures": metrics.parent_link_failures,
+        "empty_generation_calls": metrics.empty_generation_calls,
+        "incomplete_reasons": list(metrics.incomplete_reasons),
+        "mask_reasons": list(mask_reasons),
+        "terminal": {
+            "method": metrics.terminal_method,
+            "call_id": metrics.terminal_call_id,
+            "reason": metrics.terminal_reason,
+        },
+    }
+    if metrics.truncated:
+        out["truncated"] = True
+    return out
