@@ -1,0 +1,159 @@
+"""The end of an attempt: tokens attributed, the row durable, only then the capture retired.
+
+    verdict -> check -> finalize -> row synced -> outcome journalled -> retire
+    failure -------------------------> row synced -> outcome journalled     (its capture stays as evidence)
+
+Whatever is wrong with one verdict costs its row and nothing else. Left to others: what delivery makes of a capture
+(`capture.delivery`), what a row may hold (`results.rows`), whether to try again (`schedule`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toprope.canonical.json import NotJson
+from toprope.capture.delivery import finalize_rollout_token_capture, retire_rollout_token_capture
+from toprope.capture.protocols import ReceiptSource, TokenSource
+from toprope.collector.request import Verdict
+from toprope.collector.schedule import Attempt, uses_up_attempt
+from toprope.collector.settings import CaptureSettings
+from toprope.errors.kinds import Delivery, Kind, Stage
+from toprope.results.ledger import Ledger
+from toprope.results.rows import FailureRecord, Unstorable, check_verdict, result_row, with_capture
+from toprope.tokens.receipts import receipts_of
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A durable row. `failure` is set, and `reward` is not, where there is no verdict."""
+
+    name: str
+    reward: float | None = None
+    failure: FailureRecord | None = None
+
+
+class Finisher:
+    """Writes the rows of a run. `source` None: no row is rebuilt."""
+
+    def __init__(self, ledger: Ledger, source: TokenSource | None, capture: CaptureSettings) -> None:
+        self._ledger = ledger
+        self._source = source
+        self._capture = capture
+        self.masks = MaskWatch(capture.max_mask_fraction, capture.mask_fraction_min_samples)
+
+    async def finish(self, attempt: Attempt, came: Verdict | FailureRecord, *, captured: bool) -> Outcome:
+        """On return the attempt's row and its outcome survive a power cut. Raises only if the ledger cannot write."""
+        if isinstance(came, FailureRecord):
+            return await self._failed(attempt, came)
+        verdict = came.fields
+        try:
+            check_verdict(verdict)
+            row = result_row(attempt.identity, verdict)
+            delivered = await self._finalize(row) if captured else None
+            if delivered is not None:
+                row = _rebuilt(row, delivered)
+            await self._ledger.result(attempt.identity, row)
+        except (Unstorable, NotJson) as error:
+            return await self._failed(attempt, _unstorable(error, verdict))
+        if delivered is not None:
+            await self._retire(attempt.key, delivered)
+            self.masks.add(delivered)
+        masked = bool(row["mask_sample"])
+        return Outcome("masked" if masked else "measured", None if masked else float(verdict["reward"]))
+
+    async def _failed(self, attempt: Attempt, failure: FailureRecord) -> Outcome:
+        if attempt.number == 0 or failure.terminal:
+            log.warning("rollout %s: %s in stage %s: %s", attempt.key, failure.kind, failure.stage, failure.reason)
+        await self._ledger.failure(attempt.identity, failure, counts=uses_up_attempt(failure))
+        return Outcome("failed", failure=failure)
+
+    async def _finalize(self, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        if self._source is None:
+            return None
+        return await finalize_rollout_token_capture(
+            row, self._source, settle_s=self._capture.settle_s, format=self._capture.format
+        )
+
+    async def _retire(self, key: str, delivered: Mapping[str, Any]) -> None:
+        """Retire a capture whose row is durable. What goes wrong here keeps the evidence and fails nothing."""
+        if self._source is None or delivered.get("mask_sample"):
+            return
+        try:
+            if not isinstance(self._source, ReceiptSource):
+                await self._keep_receipts(key, self._source)
+            if not await retire_rollout_token_capture(key, self._source, delivered):
+                log.warning("rollout %s: its capture was not retired and stays as evidence", key)
+        except Exception:  # the row is delivered; evidence that stays is listed by `capture ls`
+            log.exception("rollout %s: retiring its capture failed; it stays as evidence", key)
+
+    async def _keep_receipts(self, key: str, source: TokenSource) -> None:
+        """A source that keeps no receipts gets them journalled: frozen already, so freezing again reads the same."""
+        snapshot = await source.freeze(key)
+        await self._ledger.receipts(key, snapshot.snapshot_id, snapshot.version, receipts_of(snapshot.entries))
+
+
+class MaskWatch:
+    """Whether capture masks more rows than `limit` allows, once `min_samples` rows were finalised."""
+
+    def __init__(self, limit: float | None, min_samples: int) -> None:
+        self._limit = limit
+        self._min_samples = min_samples
+        self._finalised = 0
+        self._masked = 0
+        self._reasons: Counter[str] = Counter()
+
+    def add(self, delivered: Mapping[str, Any]) -> None:
+        """Count one finalised row, which is on disk."""
+        self._finalised += 1
+        if delivered.get("mask_sample"):
+            self._masked += 1
+            self._reasons.update({str(reason).partition(":")[0] for reason in _reasons(delivered)})
+
+    def verdict(self) -> str | None:
+        """Why the run must stop, or None."""
+        if self._limit is None or self._finalised < max(1, self._min_samples):
+            return None
+        share = self._masked / self._finalised
+        if share <= self._limit:
+            return None
+        named = ", ".join(f"{reason} ({count})" for reason, count in self._reasons.most_common())
+        return (
+            f"{self._masked} of {self._finalised} captured rollouts are masked ({share:.0%}), more than "
+            f"token_id_capture.max_mask_fraction allows ({self._limit:.0%}); reasons: {named}."
+        )
+
+
+def _rebuilt(row: Mapping[str, Any], delivered: Mapping[str, Any]) -> dict[str, Any]:
+    metrics = dict(delivered.get("metrics") or {})
+    if delivered.get("error"):
+        metrics["error"] = delivered["error"]
+    return with_capture(row, delivered.get("rebuilt_response"), metrics, masked=bool(delivered.get("mask_sample")))
+
+
+def _reasons(delivered: Mapping[str, Any]) -> list[Any]:
+    return list((delivered.get("metrics") or {}).get("mask_reasons") or ())
+
+
+def _unstorable(error: Unstorable | NotJson, verdict: Mapping[str, Any]) -> FailureRecord:
+    """The failure that stands for a verdict no row can hold."""
+    bad_reward = isinstance(error, Unstorable) and error.field == "reward"
+    response = verdict.get("response")
+    return FailureRecord(
+        kind=Kind.BAD_REWARD if bad_reward else Kind.BAD_REPLY,
+        stage=Stage.VERIFICATION,
+        reason=f"the verdict cannot be stored: {error}",
+        terminal=True,
+        delivery=Delivery.DELIVERED,
+        env_session_id=_text(verdict.get("env_session_id")),
+        partial_response=response if isinstance(response, dict) else None,
+    )
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
