@@ -1,0 +1,92 @@
+"""The tool loop: call the model, run its function calls over the session's grants, give it the outputs, again.
+
+It ends when the model calls no function, when the model's turn is not complete (cut by its token limit), or after
+`max_steps` model calls; then the status is `incomplete`. The output holds every item in order, the model's own and the
+function outputs between them. A `tool_choice` that forces a call holds until the first function call was made; from
+then on it is `auto`, since a model that is forced for ever could never answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from toprope.errors.tree import ConfigError
+from toprope.servers.agent.agent import Activation, Agent
+
+DEFAULT_MAX_STEPS = 32
+
+
+class ToolLoop(Agent):
+    """`ToolLoop(max_steps=32)`. A bound of the agent server (`max_steps` there) wins."""
+
+    def __init__(self, *, max_steps: int = DEFAULT_MAX_STEPS) -> None:
+        if max_steps < 1:
+            raise ConfigError(f"max_steps: {max_steps} given; accepted: an integer of at least 1")
+        self.max_steps = max_steps
+
+    async def respond(self, activation: Activation) -> dict[str, Any]:
+        """As `Agent.respond`. Trouble with the model or with a tool's server raises, and ends the activation."""
+        steps = activation.max_steps or self.max_steps
+        request = dict(activation.request)
+        history = _as_items(request.get("input"))
+        output: list[dict[str, Any]] = []
+        usage: list[Any] = []
+        for step in range(1, steps + 1):
+            reply = await activation.model.responses({**request, "input": history + output})
+            usage.append(reply.get("usage"))
+            output.extend(reply["output"])
+            activation.partial = _unfinished(reply, output, usage)
+            calls = [item for item in reply["output"] if item.get("type") == "function_call"]
+            if not calls or reply.get("status") in ("incomplete", "failed"):
+                return _finished(reply, output, usage, activation, reply.get("status", "completed"))
+            for call in calls:
+                result = await activation.call_tool(call)
+                output.append({"type": "function_call_output", "call_id": call.get("call_id"), "output": result.text})
+                activation.partial = _unfinished(reply, output, usage)
+            if _forces(request.get("tool_choice")):
+                request["tool_choice"] = "auto"
+            if step == steps:
+                break
+        reason = "max_steps" if activation.extended else None  # the format itself knows no such reason
+        final = _finished(reply, output, usage, activation, "incomplete")
+        final["incomplete_details"] = {"reason": reason}
+        return final
+
+
+def _finished(
+    reply: Mapping[str, Any], output: list[dict[str, Any]], usage: list[Any], activation: Activation, status: str
+) -> dict[str, Any]:
+    final = {**reply, "status": status, "output": output, "usage": _total(usage)}
+    if activation.extended and isinstance(reply.get("id"), str):
+        final["terminal_response_id"] = reply["id"]
+    return final
+
+
+def _unfinished(reply: Mapping[str, Any], output: list[dict[str, Any]], usage: list[Any]) -> dict[str, Any]:
+    return {**reply, "status": "incomplete", "output": list(output), "usage": _total(usage)}
+
+
+def _as_items(given: Any) -> list[dict[str, Any]]:
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    return list(given)
+
+
+def _forces(choice: Any) -> bool:
+    return choice not in (None, "auto", "none")
+
+
+def _total(usages: list[Any]) -> Any:
+    """The sum over all calls, leaf by leaf; None where a call told nothing (unknown is not zero)."""
+    if not usages or any(not isinstance(usage, Mapping) for usage in usages):
+        return None
+    return _sum(usages)
+
+
+def _sum(values: list[Any]) -> Any:
+    if all(isinstance(value, Mapping) for value in values):
+        return {key: _sum([value.get(key) for value in values]) for key in values[0]}
+    if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        return sum(values)
+    return None

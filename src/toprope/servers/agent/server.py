@@ -1,0 +1,251 @@
+"""The agent server: one agent behind HTTP. Seeds, activations, closes.
+
+    POST /v1/agent_sessions, /v1/responses, /v1/agent_sessions/close
+
+An activation belongs to its session and to its session's rollout; the client's leaving does not end it, the session's
+close does. Left to others: the life of a session (`servers.sessions`), numbers of activations (`activations`), what
+the agent does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from toprope.canonical.digest import digest_bytes, digest_value
+from toprope.errors.body import error_body
+from toprope.errors.kinds import Kind
+from toprope.errors.tree import BadRequest, TopropeError
+from toprope.http.app import Limits, Route, build_app
+from toprope.http.client import Client, Peer
+from toprope.http.reply import Reply, json_reply
+from toprope.http.request import Request
+from toprope.protocol.headers import ACTIVATION, SHOULD_RETRY
+from toprope.protocol.sessions import (
+    AgentCloseSessionRequest,
+    AgentCloseSessionResponse,
+    AgentSeedSessionRequest,
+    AgentSeedSessionResponse,
+)
+from toprope.servers.agent.activations import Activations
+from toprope.servers.agent.agent import Activation, Agent, ModelAccess, Observations
+from toprope.servers.session_door import SessionDoor, check_key, close_token, lease_s, working_for
+from toprope.servers.sessions import SeedCall, Session, SessionRegistry
+from toprope.tools.access import ToolAccess
+
+
+@dataclass(slots=True)
+class AgentState:
+    """What one agent session holds."""
+
+    tools: ToolAccess
+    observations: Observations
+    activations: Activations = field(default_factory=Activations)
+    current: Activation | None = None
+    ended: bool = True
+
+
+class AgentServer:
+    """Serves `agent` under `name`; `.app` is the ASGI app. `model` is the agent's model server.
+
+    `allow_sessionless` also answers `POST /v1/responses` of no session, without tools. `signing_key` signs the
+    session cookies.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        agent: Agent,
+        model: Peer,
+        client: Client,
+        signing_key: bytes,
+        allow_sessionless: bool = False,
+        max_steps: int | None = None,
+        session_ttl_s: float = 900.0,
+        max_sessions: int | None = None,
+        limits: Limits | None = None,
+        api_key: str | None = None,
+    ) -> None:
+        self.name = name
+        self.agent = agent
+        self.sessions: SessionRegistry[AgentState] = SessionRegistry(
+            noun="agent",
+            release=self._release,
+            quiesce=_quiesce,
+            ttl_s=session_ttl_s,
+            max_sessions=max_sessions,
+        )
+        self._model = model
+        self._client = client
+        self._door = SessionDoor(signing_key)
+        self._allow_sessionless = allow_sessionless
+        self._max_steps = max_steps
+        self._sweeper: asyncio.Task[None] | None = None
+        self.app = build_app(
+            name=name,
+            role="agent",
+            routes=[
+                Route("POST", "/v1/agent_sessions", self._seed, detached=True),
+                Route("POST", "/v1/agent_sessions/close", self._close, detached=True),
+                Route("POST", "/v1/responses", self._respond, detached=self._is_bound),
+            ],
+            startup=self._start,
+            shutdown=self._stop,
+            limits=limits,
+            api_key=api_key,
+        )
+
+    async def _start(self) -> None:
+        self._sweeper = asyncio.get_running_loop().create_task(self.sessions.sweep_forever())
+
+    async def _stop(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        await self.sessions.release_all()
+
+    # -- sessions ------------------------------------------------------------------------------------------------
+
+    async def _seed(self, request: Request) -> Reply:
+        seed = await request.decode(AgentSeedSessionRequest)
+        key = seed.episode_id.key
+        check_key(request, key)
+        payload = digest_value(msgspec.to_builtins(seed))
+        call = SeedCall(seed.agent_session_id, key, payload, close_token(request), lease_s(request))
+        with working_for(key):
+            answer = await self.sessions.seed(call, partial(self._allocate, seed))
+        return json_reply(answer, cookies=self._door.cookies(seed.agent_session_id))
+
+    async def _allocate(self, seed: AgentSeedSessionRequest) -> tuple[AgentState, AgentSeedSessionResponse]:
+        tools = await ToolAccess.open(seed.tool_accesses, self._client)
+        observations = Observations(self.name)
+        for gap in tools.gaps:
+            observations.gap(gap)
+        return AgentState(tools, observations), AgentSeedSessionResponse(seed.agent_session_id)
+
+    async def _close(self, request: Request) -> Reply:
+        close = await request.decode(AgentCloseSessionRequest)
+        check_key(request, close.episode_id.key)
+        receipt = await self.sessions.close(close.agent_session_id, close_token(request))
+        kept: AgentCloseSessionResponse = receipt.value or AgentCloseSessionResponse(close.agent_session_id)
+        extended = request.speaks_protocol
+        return json_reply(
+            msgspec.structs.replace(
+                kept,
+                outcome=receipt.outcome if extended else None,
+                partial_response=kept.partial_response if extended else None,
+            )
+        )
+
+    async def _release(self, session: Session[AgentState]) -> AgentCloseSessionResponse:
+        state = session.value
+        assert state is not None
+        unfinished = state.current if not state.ended else None
+        return AgentCloseSessionResponse(
+            session.session_id,
+            state.observations.snapshot(),
+            state.tools.resources_cookies,
+            partial_response=None if unfinished is None else unfinished.partial,
+        )
+
+    # -- activations ---------------------------------------------------------------------------------------------
+
+    def _is_bound(self, request: Request) -> bool:
+        return self._door.session_id(request) is not None
+
+    async def _respond(self, request: Request) -> Reply:
+        body = await request.json()
+        if not isinstance(body, dict) or not isinstance(body.get("input"), str | list):
+            raise BadRequest("POST /v1/responses: input: a string or a list of items is needed")
+        session_id = self._door.session_id(request)
+        if session_id is None:
+            return await self._respond_alone(request, body)
+        number = _activation_number(request)
+        rollout = request.rollout
+        with (
+            self.sessions.use(session_id, key=rollout.key if rollout else None) as session,
+            working_for(session.key),
+        ):
+            state = session.value
+            assert state is not None
+            digest = digest_bytes(await request.body())
+            start = partial(self._activate, state, body, request.speaks_protocol)
+            reply: Reply = await state.activations.run(number, digest, start)
+            return reply
+
+    async def _activate(self, state: AgentState, body: dict[str, Any], extended: bool, number: int) -> Reply:
+        activation = Activation(
+            body, ModelAccess(self._model), state.tools, state.observations, number, self._max_steps, extended
+        )
+        state.current, state.ended = activation, False
+        record = state.observations.record("invocation", number=number, status="cancelled")
+        try:
+            response = await self.agent.respond(activation)
+            record["status"] = str(response.get("status", "completed"))
+            state.ended = True
+            return json_reply(response)
+        except Exception as error:  # the outcome of the activation: kept, and answered again to its retries
+            failure = self._failure(error)
+            record["status"], record["error"] = "failed", str(failure.kind)
+            # To send this activation again gives this failure again; whether the episode is worth another attempt
+            # stands in the body.
+            return json_reply(error_body(failure), failure.status, headers={SHOULD_RETRY: "false"})
+        finally:
+            record["model_calls"] = activation.model.calls
+
+    async def _respond_alone(self, request: Request, body: dict[str, Any]) -> Reply:
+        if not self._allow_sessionless:
+            raise BadRequest(
+                "POST /v1/responses: no session is named; send x-toprope-session or the cookie of the seed reply "
+                "(allow_sessionless lets this agent answer without one)"
+            )
+        activation = Activation(
+            body,
+            ModelAccess(self._model),
+            ToolAccess(),
+            Observations(self.name),
+            max_steps=self._max_steps,
+            extended=request.speaks_protocol,
+        )
+        try:
+            return json_reply(await self.agent.respond(activation))
+        except Exception as error:  # as for an activation of a session
+            raise self._failure(error) from error
+
+    def _failure(self, error: Exception) -> TopropeError:
+        if isinstance(error, TopropeError):
+            # A refusal by somebody behind the agent is no refusal by the agent: the body says whether it can be
+            # tried again, the status only that this activation brought nothing.
+            return error if error.status >= 500 else _restated(error)
+        message = f"{self.name}: {type(error).__name__}: {error}"
+        return TopropeError(message, kind=Kind.AGENT_FAILED, status=500, retryable=True)
+
+
+def _restated(error: TopropeError) -> TopropeError:
+    return TopropeError(
+        error.message,
+        kind=error.kind,
+        status=502,
+        retryable=error.retryable,
+        stage=error.stage,
+        delivery=error.delivery,
+        upstream_status=error.upstream_status or error.status,
+    )
+
+
+def _quiesce(session: Session[AgentState]) -> None:
+    if session.value is not None:
+        session.value.activations.stop()
+
+
+def _activation_number(request: Request) -> int | None:
+    text = request.headers.get(ACTIVATION)
+    if text is None:
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise BadRequest(f"{ACTIVATION}: {text!r} is not a number")
+    return int(text)
