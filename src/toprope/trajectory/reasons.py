@@ -32,6 +32,8 @@ TERMINAL_EMPTY: Final = "terminal_empty"
 MEDIA_UNSUPPORTED: Final = "media_unsupported"
 ALREADY_DELIVERED: Final = "already_delivered"
 SOURCE_FAILED: Final = "source_failed"
+NO_IDENTITY: Final = "no_identity"
+NO_RESPONSE: Final = "no_response"
 
 REASONS: Final[dict[str, str]] = {
     INCOMPLETE: "The snapshot says that a call was lost; the reasons that follow say how.",
@@ -62,7 +64,9 @@ REASONS: Final[dict[str, str]] = {
     TERMINAL_EMPTY: "The call named as the last one sampled nothing.",
     MEDIA_UNSUPPORTED: "A prompt on the path has images, whose references are not delivered with the ids.",
     ALREADY_DELIVERED: "The capture was retired: another copy of this row was accepted before.",
-    SOURCE_FAILED: "The capture could not be read.",
+    SOURCE_FAILED: "The capture could not be read or rebuilt; the error says what went wrong.",
+    NO_IDENTITY: "The row has no valid rollout id and attempt, so that no capture can be its own.",
+    NO_RESPONSE: "The row has no response object that tokens could be put into.",
 }
 
 _UNRESOLVED_DETAIL = (UNRECORDED_TURN, HISTORY_REWRITTEN, AMBIGUOUS_PARENT)

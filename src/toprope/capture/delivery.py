@@ -1,0 +1,271 @@
+"""Delivery: freeze, attribute, build, and what goes into the row; later, on the caller's word, retire.
+
+    freeze -> attribute -> build -> swap into the row -> [the caller writes the row, synced] -> drop
+
+`finalize_rollout_token_capture` does the first part and never raises: whatever fails masks the one row that it was
+asked for. `retire_rollout_token_capture` does the last step, after the row is durable, and never before. Who is
+selected, where rows are written and when a run has masked too much is the collector's affair; what a safe trace is,
+`trajectory`'s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any, Literal, NotRequired, Protocol, TypeAlias, TypedDict, runtime_checkable
+
+from toprope.capture.protocols import TokenSource
+from toprope.correlation.ids import capture_key
+from toprope.errors.tree import CaptureClosed
+from toprope.tokens.entry import BadRecord, TokenEntry
+from toprope.tokens.snapshot import TokenCaptureSnapshot
+from toprope.trajectory import reasons
+from toprope.trajectory.build import Built, Deliver, Masked, Trainable, build, metrics_json
+from toprope.trajectory.project import TRACES, content_only, is_native, project, size, usage, without_tokens
+from toprope.trajectory.terminal import witnesses_of
+
+log = logging.getLogger(__name__)
+
+Format: TypeAlias = Literal["items", "trace"]
+
+SIZE_LIMIT = 32 * 2**20
+"""Bytes of projected items beyond which a row carries the native trace instead (the projection is quadratic)."""
+_INLINE_IDS = 20_000  # beyond it a build takes milliseconds, which the event loop should not wait for
+
+
+class Delivered(TypedDict):
+    """What becomes of one row. `metrics` is the row's `_ng_token_capture`.
+
+    `rebuilt_response` replaces the row's response; None leaves it as it is (a masked row without token fields).
+    """
+
+    rebuilt_response: dict[str, Any] | None
+    mask_sample: bool
+    error: NotRequired[str]
+    metrics: dict[str, Any]
+
+
+@runtime_checkable
+class SettlingSource(Protocol):
+    """Optional: a source that can wait for calls that are still in flight."""
+
+    async def settle(self, rollout_id: str, timeout_s: float) -> bool:
+        """Once it returns no intent of a live writer is open (True), or the time is up (False)."""
+
+
+async def finalize_rollout_token_capture(
+    row: Mapping[str, Any],
+    source: TokenSource,
+    *,
+    settle_s: float = 5.0,
+    format: Format = "items",
+    deliver: Deliver = "single",
+    size_limit: int = SIZE_LIMIT,
+) -> Delivered | None:
+    """Freeze the capture of a flat result row and rebuild its response from what was sampled.
+
+    None: the row is left alone (it carries token ids of its own, was rebuilt before, or is a failure row). Otherwise
+    `mask_sample` says whether the row may be trained on; when it may, `rebuilt_response` is the row's response with
+    its output and usage replaced, everything else kept. Before freezing it waits up to `settle_s` for open calls.
+    Repeated before retirement it gives the same answer; after it, `already_delivered`. The row is not changed; never
+    raises, but for the cancellation of the caller.
+    """
+    response = row.get("response")
+    if "failure_kind" in row or (isinstance(response, Mapping) and _carries_tokens(response)):
+        return None
+    started = time.perf_counter()
+    try:
+        key = capture_key(row["_ng_rollout_id"], row.get("_ng_attempt_index") or 0)
+    except (KeyError, TypeError, ValueError) as error:
+        return _without_capture(row, reasons.NO_IDENTITY, f"the row has no usable identity: {error}")
+    if not isinstance(response, Mapping):
+        return _without_capture(row, reasons.NO_RESPONSE, f"{key}: the row's response is no object")
+    try:
+        if settle_s > 0 and isinstance(source, SettlingSource):
+            await source.settle(key, settle_s)
+        snapshot = _understood(await source.freeze(key), key)
+        work = _Work(row, response, snapshot, format, deliver, size_limit)
+        heavy = sum(len(e.prompt_token_ids) + len(e.generation_token_ids) for e in snapshot.entries) > _INLINE_IDS
+        delivered = await asyncio.to_thread(work.deliver_row) if heavy else work.deliver_row()
+    except CaptureClosed as error:
+        return _without_capture(row, reasons.ALREADY_DELIVERED, f"{key}: already delivered ({error})")
+    except Exception as error:  # a failing transport or evidence of a kind never seen masks this row and no other
+        log.warning("capture of %s: not delivered: %s: %s", key, type(error).__name__, error, exc_info=True)
+        return _without_capture(row, reasons.SOURCE_FAILED, f"{key}: {type(error).__name__}: {error}")
+    delivered["metrics"]["build_s"] = round(time.perf_counter() - started, 6)
+    return delivered
+
+
+async def retire_rollout_token_capture(rollout_id: str, source: TokenSource, built: Mapping[str, Any] | None) -> bool:
+    """Drop the payload of a delivered capture; call it only once the rebuilt row is durable with its new owner.
+
+    `rollout_id` is the capture key, `built` what finalize returned (or `delivered_of(row)` after a restart). True: the
+    payload is gone and receipts stay. False, and the evidence is kept: the build was masked or is None, something was
+    written since, or the source failed. Never raises.
+    """
+    if built is None or built.get("mask_sample", True):
+        return False
+    metrics = built.get("metrics") or {}
+    snapshot_id, version = metrics.get("snapshot_id"), metrics.get("version")
+    if not isinstance(snapshot_id, str) or not isinstance(version, int):
+        return False
+    return await _drop(rollout_id, source, snapshot_id, version)
+
+
+async def retire_redundant_capture(rollout_id: str, source: TokenSource) -> bool:
+    """Drop a capture that no row needs: its rollout was handed over with token ids of the agent's own.
+
+    Call it after the hand-over is durable. True when the payload is gone; False keeps it. Never raises.
+    """
+    try:
+        snapshot = await source.freeze(rollout_id)
+    except CaptureClosed:
+        return True
+    except Exception as error:  # evidence that cannot be reached is kept, and listed by `capture ls`
+        log.warning("capture of %s: not retired: %s: %s", rollout_id, type(error).__name__, error)
+        return False
+    return await _drop(rollout_id, source, snapshot.snapshot_id, snapshot.version)
+
+
+def swap_into(row: Mapping[str, Any], delivered: Delivered | None) -> dict[str, Any]:
+    """The row as it is to be written: response, `mask_sample` and `_ng_token_capture`; all else untouched.
+
+    An environment's own mask stays; `_ng_token_capture.mask_reasons` alone says what capture masked. None changes
+    nothing.
+    """
+    out = dict(row)
+    if delivered is None:
+        return out
+    if delivered["rebuilt_response"] is not None:
+        out["response"] = delivered["rebuilt_response"]
+    if delivered["mask_sample"] or "mask_sample" in row:
+        out["mask_sample"] = bool(row.get("mask_sample")) or delivered["mask_sample"]
+    out["_ng_token_capture"] = delivered["metrics"]
+    return out
+
+
+def delivered_of(row: Mapping[str, Any]) -> Delivered | None:
+    """What finalize returned for a row that was written, as far as retirement needs it; None if it was not rebuilt."""
+    metrics = row.get("_ng_token_capture")
+    if not isinstance(metrics, dict):
+        return None
+    return {"rebuilt_response": None, "mask_sample": bool(metrics.get("mask_reasons")), "metrics": metrics}
+
+
+class _Work:
+    """One build with everything that it needs, so that it can run in a thread. Pure."""
+
+    def __init__(
+        self,
+        row: Mapping[str, Any],
+        response: Mapping[str, Any],
+        snapshot: TokenCaptureSnapshot,
+        format: Format,
+        deliver: Deliver,
+        size_limit: int,
+    ) -> None:
+        self.row, self.response, self.snapshot = row, response, snapshot
+        self.format, self.deliver, self.size_limit = format, deliver, size_limit
+
+    def deliver_row(self) -> Delivered:
+        witnesses = witnesses_of(self.row, self.snapshot.entries)
+        built = build(self.snapshot, terminal=witnesses, deliver=self.deliver)
+        found = built.reasons if isinstance(built, Masked) else ()
+        metrics = metrics_json(built.metrics, found)
+        metrics["snapshot_id"], metrics["version"] = self.snapshot.snapshot_id, self.snapshot.version
+        if isinstance(built, Masked):
+            metrics["format"] = None
+            return {
+                "rebuilt_response": _stripped(self.response),
+                "mask_sample": True,
+                "error": _explain(built, self.snapshot),
+                "metrics": metrics,
+            }
+        entries = {entry.model_call_id: entry for entry in self.snapshot.entries}
+        rebuilt = self._rebuild(built, entries, metrics)
+        return {"rebuilt_response": rebuilt, "mask_sample": False, "metrics": metrics}
+
+    def _rebuild(self, built: Trainable, entries: Mapping[str, TokenEntry], metrics: dict[str, Any]) -> dict[str, Any]:
+        rebuilt = dict(self.response)
+        as_items = self.format == "items" and len(built.traces) == 1
+        if as_items:
+            projected = size(built.traces[0], entries)
+            if projected > self.size_limit:
+                as_items = False
+                metrics["projected_bytes"] = projected
+        if as_items:
+            rebuilt["output"] = project(built.traces[0], entries)
+        else:
+            rebuilt["output"] = content_only(built.traces, entries)
+            rebuilt[TRACES] = [trace.as_json() for trace in built.traces]
+        rebuilt["usage"] = usage(built.traces, self.response.get("usage"))
+        metrics["format"] = "items" if as_items else "trace"
+        return rebuilt
+
+
+def _understood(snapshot: Any, key: str) -> TokenCaptureSnapshot:
+    """A source's snapshot as ours. A record that does not read makes it incomplete; it never costs the others."""
+    if snapshot.rollout_id != key:
+        raise ValueError(f"the source answered for {snapshot.rollout_id!r}")
+    entries: list[TokenEntry] = []
+    lost: list[str] = []
+    for entry in snapshot.entries:
+        try:
+            entries.append(entry if isinstance(entry, TokenEntry) else TokenEntry.from_dump(_dump(entry)))
+        except (BadRecord, TypeError, ValueError, AttributeError) as error:
+            lost.append(f"{getattr(error, 'reason', 'write_failed')}:{error}")
+    return TokenCaptureSnapshot(
+        rollout_id=key,
+        entries=tuple(entries),
+        incomplete=bool(snapshot.incomplete) or bool(lost),
+        snapshot_id=snapshot.snapshot_id,
+        version=snapshot.version,
+        reasons=(*getattr(snapshot, "reasons", ()), *lost),
+    )
+
+
+def _dump(entry: Any) -> Mapping[str, Any]:
+    """A foreign record's fields; NeMo Gym's name of the parent decision is read as ours."""
+    dump = dict(entry if isinstance(entry, Mapping) else entry.model_dump())
+    if "parent_resolution" in dump and "parent_decision" not in dump:
+        dump["parent_decision"] = dump.pop("parent_resolution") or "root"
+    return dump
+
+
+def _explain(built: Built, snapshot: TokenCaptureSnapshot) -> str:
+    """One line for people: the reasons, and the calls that they are about."""
+    about = [f"{call}: {what}" for call, what in built.metrics.parent_link_failures.items()]
+    said = [*about, *built.metrics.incomplete_reasons]
+    found = ", ".join(built.reasons if isinstance(built, Masked) else ())
+    return f"{snapshot.rollout_id}: masked: {found}" + (f" ({'; '.join(said)})" if said else "")
+
+
+def _without_capture(row: Mapping[str, Any], reason: str, error: str) -> Delivered:
+    response = row.get("response")
+    return {
+        "rebuilt_response": _stripped(response) if isinstance(response, Mapping) else None,
+        "mask_sample": True,
+        "error": error,
+        "metrics": {"mask_reasons": [reason], "snapshot_id": None, "version": None, "format": None},
+    }
+
+
+def _carries_tokens(response: Mapping[str, Any]) -> bool:
+    return TRACES in response or is_native(response.get("output"))
+
+
+def _stripped(response: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The response of a masked row without stray token fields; None when it has none."""
+    output = response.get("output")
+    clean = without_tokens(output)
+    return None if clean is output else {**response, "output": clean}
+
+
+async def _drop(rollout_id: str, source: TokenSource, snapshot_id: str, version: int) -> bool:
+    try:
+        return bool(await source.drop(rollout_id, snapshot_id=snapshot_id, version=version))
+    except Exception as error:  # the row is safe and the evidence is kept: nothing that may fail a rollout
+        log.warning("capture of %s: not retired: %s: %s", rollout_id, type(error).__name__, error)
+        return False
