@@ -41,7 +41,9 @@ def parse_path(raw_path: str) -> RolloutPath | None:
     """
     if not has_prefix(raw_path):
         if hides_prefix(raw_path):
-            raise ValueError(f"path {raw_path!r}: the rollout prefix must not be percent-encoded or doubled")
+            raise ValueError(
+                f"path {raw_path!r}: the rollout prefix must not be percent-encoded, doubled or behind dots"
+            )
         return None
     key, slash, rest = raw_path[len(_HEAD) + 1 :].partition("/")
     parse_capture_key(key)
@@ -53,17 +55,30 @@ def parse_path(raw_path: str) -> RolloutPath | None:
         rest = rest[len(_CAPTURE) :]
         if not rest:
             raise ValueError(f"path {raw_path!r}: nothing follows the rollout prefix")
-    if has_prefix(rest) or _has_dot_segment(rest):
+    if has_prefix(rest) or (_is_odd(rest) and (hides_prefix(rest) or _has_dot_segment(rest))):
         raise ValueError(f"path {raw_path!r}: a second prefix or a dot segment follows the rollout prefix")
     return RolloutPath(key, capture, rest)
 
 
 def hides_prefix(raw_path: str) -> bool:
-    """Whether decoding would turn this unprefixed path into a prefixed one (`/%6eg-rollout/..`, `//ng-rollout/..`)."""
-    lowered = raw_path.lower()
-    if "%" not in lowered and "//" not in lowered:
+    """Whether some reader on the way would turn this unprefixed path into a prefixed one.
+
+    `/%6eg-rollout/..`, `//ng-rollout/..`, `/x/../ng-rollout/..`: decoding, joined slashes, resolved dot segments.
+    """
+    if not _is_odd(raw_path):
         return False
-    return has_prefix("/" + _unquote(lowered).lstrip("/"))
+    segments: list[str] = []
+    for segment in _unquote(raw_path.lower()).replace("\\", "/").split("/"):
+        if segment == "..":
+            del segments[-1:]
+        elif segment not in ("", "."):
+            segments.append(segment)
+    return has_prefix("/" + "/".join(segments))
+
+
+def _is_odd(path: str) -> bool:
+    """Whether decoding or normalising could change `path` at all; most paths end here."""
+    return "%" in path or "//" in path or "/." in path or "\\" in path
 
 
 def _unquote(text: str) -> str:

@@ -129,9 +129,9 @@ class ServerApp:
             await send_reply(reply_for(error, request, typed_error, self.name), request.method, send)
 
     async def _reply(self, request: Request, receive: Receive) -> Reply:
-        if request.path in HEALTH_PATHS and request.method in ("GET", "HEAD"):
-            return self._health(request.path)
         try:
+            if request.path in HEALTH_PATHS and request.method in ("GET", "HEAD"):
+                return self._health(request.path)
             self._admit(request)
             route = self._router.find(request)
             request._body = await read_body(receive, request.headers, self.limits.max_body_bytes)
@@ -139,7 +139,7 @@ class ServerApp:
             if detached:
                 return await self._calls.detached(lambda: self._answer(route, request), f"{route.method} {route.path}")
             return await self._calls.attached(lambda: self._answer(route, request), receive)
-        except TopropeError as error:
+        except TopropeError as error:  # a refusal of the kit, or the end of a call by stop()
             return reply_for(error, request, self._render, self.name)
 
     async def _answer(self, route: Route, request: Request) -> Reply:

@@ -11,8 +11,9 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from toprope.errors.kinds import Delivery, Kind
-from toprope.errors.tree import PeerError, TransportError
-from toprope.http.headers import RawHeaders
+from toprope.errors.tree import BadRequest, PeerError, TooLarge, TransportError
+from toprope.http.encoding import decode_content
+from toprope.http.headers import Headers, RawHeaders
 from toprope.http.reply import Reply
 
 
@@ -74,12 +75,32 @@ def failure(kind: Kind, exchange: Exchange, delivery: Delivery, why: str) -> Tra
     return TransportError(f"{exchange.method} {url}: {why}", kind=kind, url=url, delivery=delivery)
 
 
-def reply_too_large(exchange: Exchange) -> PeerError:
-    """The error for a reply that is longer than the caller takes."""
+def whole_reply(exchange: Exchange, status: int, headers: Headers, body: bytes) -> Reply:
+    """The reply with its content encoding undone. Raises `PeerError` if it is too large then, or damaged."""
+    encoding = headers.get("content-encoding")
+    if encoding is not None and body:
+        try:
+            body = decode_content(body, encoding, limit=exchange.max_bytes, what="the reply")
+        except TooLarge:
+            raise reply_too_large(exchange) from None
+        except BadRequest as error:
+            raise bad_reply(exchange, error.message) from None
+    return Reply(status, body, headers, url=exchange.shown_url)
+
+
+def bad_reply(exchange: Exchange, why: str) -> PeerError:
+    """The error for a reply that came and cannot be used."""
     return PeerError(
-        f"{exchange.method} {exchange.shown_url}: the reply is larger than the limit of {exchange.max_bytes} bytes "
-        "(max_bytes); decompressed size counts",
+        f"{exchange.method} {exchange.shown_url}: {why}",
         kind=Kind.BAD_REPLY,
         retryable=False,
         delivery=Delivery.DELIVERED,
+    )
+
+
+def reply_too_large(exchange: Exchange) -> PeerError:
+    """The error for a reply that is longer than the caller takes."""
+    limit = exchange.max_bytes
+    return bad_reply(
+        exchange, f"the reply is larger than the limit of {limit} bytes (max_bytes); decompressed size counts"
     )

@@ -50,6 +50,9 @@ class Headers(Mapping[str, str]):
     def __len__(self) -> int:
         return len({key for key, _ in self.raw})
 
+    def __bool__(self) -> bool:
+        return bool(self.raw)
+
     def __hash__(self) -> int:
         return hash(frozenset(key for key, _ in self.raw))
 

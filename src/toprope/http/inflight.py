@@ -13,7 +13,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
-from toprope.errors.tree import NotReady
+from toprope.errors.tree import NotReady, TopropeError
 from toprope.http.asgi import Receive
 from toprope.http.inbound import ClientLeft
 from toprope.http.reply import Reply
@@ -51,9 +51,10 @@ class InFlight:
         try:
             reply = await answer()
         except asyncio.CancelledError:
-            if call.cause is None:
+            if call.cause is not None:
+                task.uncancel()
+            if task.cancelling():  # whoever runs the server cancels this task
                 raise
-            task.uncancel()
             raise call.outcome(self._server) from None
         finally:
             timer.cancel()
@@ -78,7 +79,10 @@ class InFlight:
         except asyncio.CancelledError:
             if self.stopping:
                 raise NotReady(f"{self._server} is shutting down; the call was stopped at the drain bound") from None
-            raise
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise _stray(self._server) from None
 
     async def drain(self, bound_s: float) -> None:
         """End everything: attached calls now, detached ones when done or after `bound_s`. Nothing runs on return.
@@ -86,15 +90,17 @@ class InFlight:
         A handler that resists its cancellation for `UNWIND_S` is named in the log and left behind.
         """
         self.stopping = True
-        attached = [call for call in self._attached if call.cancel("stopping")]
-        if self._detached:
-            await asyncio.wait(set(self._detached), timeout=bound_s)
-        late = list(self._detached)
+        own = asyncio.current_task()  # a handler may stop its own server
+        attached = [call for call in self._attached if call.task is not own and call.cancel("stopping")]
+        working = self._detached - {own}
+        if working:
+            await asyncio.wait(working, timeout=bound_s)
+        late = [task for task in working if not task.done()]
         for task in late:
             log.warning("%s: stopped after %g s of draining", task.get_name(), bound_s)
             task.cancel()
         remaining: set[asyncio.Task[Any]] = {call.task for call in attached if not call.task.done()} | set(late)
-        remaining -= {asyncio.current_task()}  # a handler may stop its own server
+        remaining.discard(own)
         if remaining:
             _, resisting = await asyncio.wait(remaining, timeout=UNWIND_S)
             for task in resisting:
@@ -131,7 +137,17 @@ class _Attached:
             self._watcher.cancel()
 
     def outcome(self, server: str) -> Exception:
-        return ClientLeft() if self.cause == "client_left" else NotReady(f"{server} is shutting down")
+        match self.cause:
+            case "client_left":
+                return ClientLeft()
+            case "stopping":
+                return NotReady(f"{server} is shutting down")
+        return _stray(server)
+
+
+def _stray(server: str) -> TopropeError:
+    """A handler ended in a CancelledError that nobody sent to it: something that it awaited was cancelled."""
+    return TopropeError(f"{server}: something that the handler waited for was cancelled")
 
 
 async def _absorb_cancellation(task: asyncio.Task[object]) -> None:

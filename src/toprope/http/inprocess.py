@@ -18,12 +18,15 @@ from urllib.parse import unquote
 
 from toprope.errors.kinds import Delivery, Kind
 from toprope.http.asgi import AsgiApp, Message, Scope
-from toprope.http.encoding import decode_content
-from toprope.http.exchange import Exchange, failure, reply_too_large
+from toprope.http.exchange import Exchange, failure, reply_too_large, whole_reply
 from toprope.http.headers import Headers
 from toprope.http.reply import Reply
 
 log = logging.getLogger("toprope.http")
+
+CLOSE_S = 1.0
+
+Parts = tuple[int, Headers, bytes]
 
 
 class InlineTransport:
@@ -31,10 +34,13 @@ class InlineTransport:
 
     def __init__(self, apps: Mapping[str, AsgiApp]) -> None:
         self._apps = apps
-        self._running: set[asyncio.Task[None]] = set()  # a task that nobody holds may vanish in mid-work
+        self._running: dict[asyncio.Task[None], _InlineCall] = {}  # a task that nobody holds may vanish in mid-work
+        self._closed = False
 
     async def send(self, exchange: Exchange) -> Reply:
         """The app's reply. Raises as `Transport.send` says; an unknown name is `transport_unreachable`."""
+        if self._closed:
+            raise RuntimeError("this client is closed")
         app = self._apps.get(exchange.origin.authority)
         if app is None:
             known = ", ".join(sorted(self._apps)) or "none"
@@ -43,28 +49,29 @@ class InlineTransport:
         loop = asyncio.get_running_loop()
         call = _InlineCall(exchange, loop.create_future())
         task = loop.create_task(call.run(app), context=Context())
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._running[task] = call
+        task.add_done_callback(self._running.pop)
         timer = None if exchange.timeout_s is None else loop.call_later(exchange.timeout_s, call.time_out)
         try:
-            reply = await call.done
+            status, headers, body = await call.done
         except asyncio.CancelledError:
             call.disconnect()
             raise
         finally:
             if timer is not None:
                 timer.cancel()
-        encoding = reply.headers.get("content-encoding")
-        if encoding is None:
-            return reply
-        body = decode_content(reply.body, encoding, limit=exchange.max_bytes, what="the reply")
-        return Reply(reply.status, body, reply.headers, url=reply.url)
+        return whole_reply(exchange, status, headers, body)
 
     async def close(self) -> None:
-        """Tell every call still running that its client is gone, and wait until each has ended."""
-        running = {task for task in self._running if task is not asyncio.current_task()}
-        if running:
-            await asyncio.wait(running)
+        """Every call that still waits for its reply fails as dropped, and its callee learns that the client is gone.
+
+        Callees get `CLOSE_S` to end; one that is detached goes on, held by its server.
+        """
+        self._closed = True
+        for call in self._running.values():
+            call.drop("the client was closed")
+        if self._running:
+            await asyncio.wait(set(self._running), timeout=CLOSE_S)
 
 
 class _InlineCall:
@@ -72,7 +79,7 @@ class _InlineCall:
 
     __slots__ = ("_body", "_left", "_pieces", "_read", "_size", "_start", "done", "exchange")
 
-    def __init__(self, exchange: Exchange, done: asyncio.Future[Reply]) -> None:
+    def __init__(self, exchange: Exchange, done: asyncio.Future[Parts]) -> None:
         self.exchange = exchange
         self.done = done
         self._body = exchange.body or b""
@@ -141,8 +148,8 @@ class _InlineCall:
 
     def _finish(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
         bodiless = self.exchange.method == "HEAD" or status in (204, 304)
-        fields = Headers((name.lower(), value) for name, value in headers)
-        self.done.set_result(Reply(status, b"" if bodiless else body, fields, url=self.exchange.shown_url))
+        fields = Headers([(name.lower(), value) for name, value in headers])
+        self.done.set_result((status, fields, b"" if bodiless else body))
         self._tell_left()
 
     def _finish_broken(self) -> None:
@@ -164,6 +171,9 @@ class _InlineCall:
     def time_out(self) -> None:
         why = f"no complete reply within {self.exchange.timeout_s:g} s"
         self._fail(failure(Kind.TRANSPORT_TIMEOUT, self.exchange, Delivery.POSSIBLY_DELIVERED, why))
+
+    def drop(self, why: str) -> None:
+        self._fail(failure(Kind.TRANSPORT_DROPPED, self.exchange, Delivery.POSSIBLY_DELIVERED, why))
 
     def disconnect(self) -> None:
         """The caller is gone: from now on receive() says so."""

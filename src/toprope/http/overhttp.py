@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import socket
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -15,8 +16,7 @@ from yarl import URL
 
 from toprope.errors.kinds import Delivery, Kind
 from toprope.errors.tree import TransportError
-from toprope.http.encoding import decode_content
-from toprope.http.exchange import Exchange, failure, reply_too_large
+from toprope.http.exchange import Exchange, failure, reply_too_large, whole_reply
 from toprope.http.headers import Headers
 from toprope.http.reply import Reply
 
@@ -24,6 +24,7 @@ from toprope.http.reply import Reply
 # that a pooled connection is not reused in the moment in which the server closes it.
 KEEP_ALIVE_S = 4.0
 _FIELD_LIMIT = 65536
+_PIECE = 1 << 18
 _OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 
 
@@ -32,6 +33,7 @@ class HttpTransport:
 
     def __init__(self) -> None:
         self._session: aiohttp.ClientSession | None = None
+        self._closed = False
 
     async def send(self, exchange: Exchange) -> Reply:
         """As `Transport.send`."""
@@ -39,7 +41,7 @@ class HttpTransport:
             async with self._open().request(
                 exchange.method,
                 URL(f"{exchange.origin}{exchange.target}", encoded=True),
-                data=exchange.body,
+                data=_sendable(exchange.body),
                 headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in exchange.headers],
                 timeout=aiohttp.ClientTimeout(total=exchange.timeout_s, connect=exchange.connect_timeout_s),
                 allow_redirects=False,
@@ -54,6 +56,8 @@ class HttpTransport:
             raise _named_os_error(error, exchange) from error
 
     def _open(self) -> aiohttp.ClientSession:
+        if self._closed:
+            raise RuntimeError("this client is closed")
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(
@@ -71,7 +75,8 @@ class HttpTransport:
         return self._session
 
     async def close(self) -> None:
-        """Once it returns no connection is open; the next send opens new ones."""
+        """Once it returns no connection is open, and nothing is sent any more (`RuntimeError`)."""
+        self._closed = True
         session, self._session = self._session, None
         if session is not None:
             await session.close()
@@ -88,6 +93,16 @@ def _socket_with_keepalive(address: Any) -> socket.socket:
     return sock
 
 
+def _sendable(body: bytes | None) -> bytes | AsyncIterator[bytes] | None:
+    """A long body goes out in pieces, each when the last has left, so that no buffer holds a copy."""
+    return _pieces(body) if body is not None and len(body) > _PIECE else body
+
+
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), _PIECE):
+        yield body[start : start + _PIECE]
+
+
 async def _read(response: aiohttp.ClientResponse, exchange: Exchange) -> Reply:
     pieces: list[bytes] = []
     size = 0
@@ -98,11 +113,9 @@ async def _read(response: aiohttp.ClientResponse, exchange: Exchange) -> Reply:
             raise reply_too_large(exchange)
         pieces.append(piece)
     body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    encoding = response.headers.get("content-encoding")
-    if encoding is not None:
-        body = decode_content(body, encoding, limit=exchange.max_bytes, what="the reply")
-    headers = Headers((name.lower(), value) for name, value in response.raw_headers)
-    return Reply(response.status, body, headers, url=exchange.shown_url)
+    return whole_reply(
+        exchange, response.status, Headers([(name.lower(), value) for name, value in response.raw_headers]), body
+    )
 
 
 def _named(error: aiohttp.ClientError, exchange: Exchange) -> TransportError:

@@ -92,7 +92,7 @@ class Peer:
         `TransportError` (kind, url, delivery, attempts, elapsed_s) when no usable answer came, `PeerError` for a reply
         over `max_bytes` or a redirect that must not be followed. Cancelling it reaches the peer as a disconnect.
         """
-        target = self._target(path, capture)
+        target = self._target(path or ("" if self._base else "/"), capture)
         data = None if body is None else body if isinstance(body, bytes) else encode(body)
         exchange = Exchange(
             method,
@@ -116,7 +116,7 @@ class Peer:
             return target
         if capture is None:
             capture = bound.capture and self.role == "model"
-        return format_prefix(bound.key, capture=capture) + (target or "/" if path else target)
+        return format_prefix(bound.key, capture=capture) + target
 
     def _fields(
         self,
