@@ -8,7 +8,7 @@ used from one thread. Left to others: threads, requests and replies (`engine`).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -76,7 +76,7 @@ def common(left: Ids, right: Ids) -> int:
     return int(different[0]) if len(different) else size
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Row(Generic[Job]):
     """A running sequence and whom it is for; its place in the list is its row of the cache."""
 
@@ -92,10 +92,11 @@ class Row(Generic[Job]):
 
 
 class Batch(Generic[Job]):
-    """The running sequences. `passes` counts forward passes since the start."""
+    """The running sequences. `gone` says of a job that nobody waits for it; `passes` counts forward passes."""
 
-    def __init__(self, forward: Forward, cache: Cache, kept_tokens: int) -> None:
+    def __init__(self, forward: Forward, cache: Cache, kept_tokens: int, gone: Callable[[Job], bool]) -> None:
         self._forward = forward
+        self._gone = gone
         self._cache = cache
         self._store = PrefixStore(kept_tokens)
         self._rows: list[Row[Job]] = []
@@ -126,8 +127,12 @@ class Batch(Generic[Job]):
 
     def step(self) -> list[tuple[Job, Sequence]]:
         """One round: each sequence that has several ids to feed gets a pass of its own, then all that have one share a
-        pass. Gives the jobs that are done; their rows are free."""
-        for place, row in enumerate(self._rows):
+        pass. Gives the jobs that are done; their rows are free, and those of jobs that are gone before each pass."""
+        for row in list(self._rows):
+            self._drop_gone()
+            if row not in self._rows:
+                continue
+            place = self._rows.index(row)
             if row.sequence.fed == 0:
                 self._reuse(place)
             feed = row.sequence.feed()
@@ -136,7 +141,8 @@ class Batch(Generic[Job]):
                 logits = self._forward(place, ids, [row.sequence.fed], feed.keep)
                 self.passes += 1
                 row.sequence.take(feed, logits[0])
-        for first, block in self._single_steps():
+        self._drop_gone()
+        for first, block in list(self._single_steps()):
             feeds = [row.sequence.feed() for row in block]
             ids = np.array([feed.ids for feed in feeds], dtype=np.int64)
             logits = self._forward(first, ids, [row.sequence.fed for row in block], 1)
@@ -147,6 +153,10 @@ class Batch(Generic[Job]):
         for row in done:
             self._remove(self._rows.index(row))
         return [(row.job, row.sequence) for row in done]
+
+    def _drop_gone(self) -> None:
+        for job in [job for job in self.jobs if self._gone(job)]:
+            self.drop(job)
 
     def _single_steps(self) -> Iterator[tuple[int, list[Row[Job]]]]:
         """Blocks of neighbouring rows with one id to feed; a single block, unless a grammar forced a run just now."""

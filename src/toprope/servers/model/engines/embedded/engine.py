@@ -136,7 +136,7 @@ class EmbeddedEngine:
         await asyncio.wrap_future(ready)
 
     async def generate(self, request: EngineRequest) -> EngineReply:
-        """On return the generation is complete. If the caller is cancelled, its place is free before the next pass.
+        """On return the generation is complete. A cancelled caller's place is free before the next pass.
 
         Raises `ModelRejected` (400) for a request that cannot be served as asked, `ModelContextLength` (400) for a
         prompt that fills the context, `EngineUnavailable` if the engine is not running.
@@ -184,7 +184,9 @@ class EmbeddedEngine:
         vocabulary = Vocabulary(file)
         weights = load_weights(file)
         cache = new_cache(weights.shape, self._max_sequences, self.context)
-        batch: Batch[_Job] = Batch(self._forward(weights, cache), cache, _KEPT_TOKENS)
+        batch: Batch[_Job] = Batch(
+            self._forward(weights, cache), cache, _KEPT_TOKENS, lambda job: job.reply.cancelled()
+        )
         return _Parts(vocabulary, Grammars(vocabulary, weights.shape.vocabulary), TurnMemory(), batch)
 
     def _forward(self, weights: Weights, cache: Cache) -> Forward:
@@ -204,8 +206,6 @@ class EmbeddedEngine:
         while self._collect(parts):
             while self._waiting and not parts.batch.full:
                 self._admit(parts, self._waiting.popleft())
-            for job in [job for job in parts.batch.jobs if job.reply.cancelled()]:
-                parts.batch.drop(job)
             try:
                 done = parts.batch.step()
             except Exception as error:  # a pass that failed fails those on board; the engine goes on for the rest
