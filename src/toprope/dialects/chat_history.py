@@ -50,7 +50,7 @@ def items_from_messages(messages: Sequence[Any], where: str = "messages") -> tup
         elif role in ROLES:
             rest = {k: v for k, v in message.items() if k not in ("role", "content") and v is not None}
             content = parts_from_chat(message.get("content"), "input_text", f"{place}.content")
-            items.append({"type": "message", "role": role, "content": content, **rest})
+            items.append({**rest, "type": "message", "role": role, "content": content})
         else:
             raise refuse(f"{place}.role", role, " or ".join((", ".join(ROLES[:-1]), ROLES[-1])))
     return tuple(items)
@@ -78,7 +78,7 @@ def items_from_assistant(message: Mapping[str, Any], where: str, *, id_seed: str
         content.append({"type": "refusal", "refusal": message["refusal"]})
     rest = {k: v for k, v in message.items() if k not in _READ_OF_ASSISTANT and v is not None}
     if any(_says_something(part) for part in content) or not (items or calls):
-        items.append({"type": "message", "role": "assistant", "content": content, **rest})
+        items.append({**rest, "type": "message", "role": "assistant", "content": content})
     return items + calls
 
 
@@ -130,7 +130,7 @@ def _calls(message: Mapping[str, Any], odd_parts: Iterable[Any], where: str, id_
 
 
 def _call(call: Mapping[str, Any], where: str, fallback_id: str) -> Item:
-    call_id = call.get("id") or fallback_id
+    call_id = call["id"] if isinstance(call.get("id"), str) and call["id"] else fallback_id
     if call.get("type") == "custom" and isinstance(call.get("custom"), dict):
         custom = call["custom"]
         return {
@@ -145,7 +145,7 @@ def _call(call: Mapping[str, Any], where: str, fallback_id: str) -> Item:
     return {
         "type": "function_call",
         "call_id": call_id,
-        "name": function.get("name") or "",
+        "name": function["name"] if isinstance(function.get("name"), str) else "",
         "arguments": argument_text(function.get("arguments")),
     }
 
@@ -168,7 +168,7 @@ def _tool_output(message: Mapping[str, Any], open_calls: list[str], where: str) 
     if not isinstance(output, str):
         output = parts_from_chat(output, "input_text", f"{where}.content")
     rest = {k: v for k, v in message.items() if k not in ("role", "content", "tool_call_id") and v is not None}
-    return {"type": "function_call_output", "call_id": call_id, "output": output, **rest}
+    return {**rest, "type": "function_call_output", "call_id": call_id, "output": output}
 
 
 def messages_from_items(

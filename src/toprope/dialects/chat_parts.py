@@ -30,6 +30,17 @@ def parts_from_chat(content: Any, text_type: str, where: str) -> list[Part]:
     return [_part_from_chat(part, text_type, f"{where}[{index}]") for index, part in enumerate(content)]
 
 
+def check_parts(content: Any, where: str) -> None:
+    """Raise `BadRequest` naming the place unless content is null, a string, or a list of parts."""
+    if content is None or isinstance(content, str):
+        return
+    if not isinstance(content, list):
+        raise refuse(where, content, "null, a string or a list of parts")
+    for index, part in enumerate(content):
+        if not isinstance(part, str | dict):
+            raise refuse(f"{where}[{index}]", part, "an object with a type")
+
+
 def text_part(text: str, text_type: str) -> Part:
     """One text part; an assistant's carries the empty `annotations` that strict readers want."""
     if text_type == "output_text":

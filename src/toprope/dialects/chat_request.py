@@ -36,9 +36,10 @@ _NAMED = frozenset(
     (
         "messages", "model", "tools", "functions", "tool_choice", "parallel_tool_calls", "max_completion_tokens",
         "max_tokens", "temperature", "top_p", "top_k", "seed", "stop", "stream", "n", "response_format", "verbosity",
-        "reasoning_effort", "stream_options",
+        "reasoning_effort", "stream_options", "return_token_ids",
     )
 )  # fmt: skip
+_OURS = frozenset(("n", "stream", "stream_options", "return_token_ids"))
 _DROPPED_FOR_CHAT = frozenset(name for name, _ in fields_of("pivot -> chat", "dropped"))
 
 
@@ -128,7 +129,7 @@ def clean_chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
     `"tool_calls": []` is refused by some); a tool choice without tools goes; a turn with neither text nor calls gets
     empty text. Content and argument strings are the client's own objects.
     """
-    out = {name: value for name, value in body.items() if value is not None and name not in ("n", "stream_options")}
+    out = {name: value for name, value in body.items() if value is not None and name not in _OURS}
     out["messages"] = [_clean_message(message) for message in body["messages"]]
     if not out.get("tools"):
         out.pop("tools", None)

@@ -41,6 +41,7 @@ RULES: tuple[Rule, ...] = (
     Rule("chat -> pivot", "token arrays echoed in messages", "dropped", why="ours, sent back by the client"),
     Rule("chat -> pivot", "n", "refused", why="one call makes one choice; send n calls"),
     Rule("chat -> pivot", "stream_options", "dropped", why="about the transport, not the generation"),
+    Rule("chat -> pivot", "return_token_ids", "dropped", why="ask with the header X-Toprope-Include: token_ids"),
     Rule("responses -> pivot", "token arrays echoed in items", "dropped", why="ours, sent back by the client"),
     Rule("responses -> pivot", "Chat-shaped turns in input", "folded", "items"),
     Rule("responses -> pivot", "previous_response_id", "refused", why="replies are not stored; send the whole input"),

@@ -14,7 +14,7 @@ from toprope.errors.tree import BadRequest
 from toprope.wire.responses import TOKEN_FIELDS, FinishReason, Item, ResponsesRequest, Usage
 
 _ID_PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
-_TOKEN_FIELDS = frozenset(TOKEN_FIELDS)
+_TOKEN_FIELDS = frozenset((*TOKEN_FIELDS, "token_ids"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from toprope.dialects.chat_history import items_from_messages
-from toprope.dialects.chat_parts import tools_from_chat
+from toprope.dialects.chat_parts import check_parts, tools_from_chat
 from toprope.dialects.losses import fields_of
 from toprope.dialects.pivot import PivotReply, refuse_unsupported, without_token_fields
 from toprope.errors.tree import BadRequest
@@ -33,6 +33,7 @@ _NAMED = frozenset(
     )
 )  # fmt: skip
 _REFUSED = tuple((name, why) for name, why in fields_of("responses -> pivot", "refused") if name != "item_reference")
+_PARTS = {"reasoning": ("content", "summary"), "function_call_output": ("output",)}
 _NO_REFERENCE = dict(fields_of("responses -> pivot", "refused"))["item_reference"]
 
 
@@ -76,7 +77,7 @@ def _items(item: Item, where: str) -> tuple[Item, ...]:
     kind, role = item.get("type"), item.get("role")
     if kind == "item_reference":
         raise BadRequest(f"{where}: item_reference is not supported: {_NO_REFERENCE}", status=400)
-    if kind is None and role is None:
+    if (kind is None and role is None) or not (kind is None or (isinstance(kind, str) and kind)):
         raise refuse(f"{where}.type", kind, "a type, or a role for a message")
     if kind in (None, "message"):
         if role in ("tool", "function") or item.get("tool_calls"):
@@ -84,10 +85,11 @@ def _items(item: Item, where: str) -> tuple[Item, ...]:
         if role not in ("user", "assistant", "system", "developer"):
             raise refuse(f"{where}.role", role, "user, assistant, system or developer")
         content = item.get("content")
-        if content is not None and not isinstance(content, str | list):
-            raise refuse(f"{where}.content", content, "null, a string or a list of parts")
+        check_parts(content, f"{where}.content")
         if kind is None or content is None:
-            item = {"type": "message", **item, "content": [] if content is None else content}
+            item = {**item, "type": "message", "content": [] if content is None else content}
+    for name in _PARTS.get(str(kind), ()):
+        check_parts(item.get(name), f"{where}.{name}")
     return (without_token_fields(item),)
 
 
@@ -125,7 +127,7 @@ def _usage(usage: Usage) -> dict[str, Any] | None:
         return None
     return {
         "input_tokens": usage.input_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens or 0},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens or 0, "cache_write_tokens": 0},
         "output_tokens": usage.output_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens or 0},
         "total_tokens": usage.input_tokens + usage.output_tokens,

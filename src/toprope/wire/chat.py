@@ -9,6 +9,7 @@ Left to others: what messages mean (`toprope.dialects`), whether ids may be trai
 from __future__ import annotations
 
 import json
+import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +19,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from toprope.wire.responses import Usage
+from toprope.canonical.json import NotJson, check_finite
+from toprope.wire.responses import TOKEN_FIELDS, Usage
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -156,7 +158,7 @@ def _read_leniently(data: bytes, keep_logprobs: bool) -> ChatReply:
     if parts.generation is None and parts.fault is None:
         parts = _from_message(message) or parts
     return ChatReply(
-        message=message,
+        message=_finite_or_null({k: v for k, v in message.items() if k not in TOKEN_FIELDS}),
         finish_reason=_text(choice.get("finish_reason")),
         id=_text(body.get("id")),
         model=_text(body.get("model")),
@@ -165,7 +167,7 @@ def _read_leniently(data: bytes, keep_logprobs: bool) -> ChatReply:
         prompt_ids=parts.prompt,
         token_ids=parts.generation,
         log_probs=parts.log_probs,
-        logprobs=logprobs if keep_logprobs and isinstance(logprobs, dict) else None,
+        logprobs=_finite_or_null(logprobs) if keep_logprobs and isinstance(logprobs, dict) else None,
         extra=_present(system_fingerprint=body.get("system_fingerprint"), service_tier=body.get("service_tier")),
         token_fault=parts.fault,
     )
@@ -211,6 +213,23 @@ def _ids(values: list[int] | None) -> NDArray[np.uint32] | None:
     if values is None:
         return None
     return np.frombuffer(array("I", values), dtype=np.uint32) if values else np.zeros(0, dtype=np.uint32)
+
+
+def _finite_or_null(value: Any) -> Any:
+    """`value` with every NaN and infinity as null, which is all that JSON can say of them to a client."""
+    try:
+        check_finite(value)
+    except NotJson:
+        return _nulled(value)
+    return value
+
+
+def _nulled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _nulled(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_nulled(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _only(choices: list[Any]) -> Any:

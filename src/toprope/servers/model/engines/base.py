@@ -60,7 +60,7 @@ class EngineReply:
     output: tuple[Item, ...]
     finish_reason: FinishReason
     model: str
-    usage: Usage = Usage()
+    usage: Usage = field(default_factory=Usage)
     tokens: SampledTokens | None = None
     token_fault: str | None = None
     response_id: str | None = None

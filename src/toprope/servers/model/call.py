@@ -1,0 +1,45 @@
+"""One model call as its server, its hooks and its record see it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toprope.servers.model.engines.base import Dialect
+from toprope.wire.responses import ResponsesRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCall:
+    """A call that was read and identified, before anything went upstream.
+
+    `request` is the pivot form and `body` what the client sent; both come from one parse. `rollout_id` is the capture
+    key, None without identity. `session` is the `X-Session-ID` to use upstream, `client_session_id` the client's own.
+    `want_tokens` says that ids are needed, `include_tokens` that the caller asked to get them; `request_digest` is the
+    SHA-256 of the body's bytes; `retry_count` is the client library's, None where it does not count. `started` is in
+    seconds since 1970.
+    """
+
+    call_id: str
+    dialect: Dialect
+    request: ResponsesRequest
+    body: Mapping[str, Any]
+    request_digest: str
+    rollout_id: str | None = None
+    captured: bool = False
+    session: str | None = None
+    client_session_id: str | None = None
+    include_tokens: bool = False
+    retry_count: int | None = None
+    started: float = 0.0
+
+    @property
+    def want_tokens(self) -> bool:
+        """Whether the engine must return ids and logprobs."""
+        return self.captured or self.include_tokens
+
+    @property
+    def reply_id(self) -> str:
+        """The part of the call's id that its reply, items and tool calls are named after."""
+        return self.call_id.removeprefix("call-")

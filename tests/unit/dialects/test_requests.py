@@ -1,0 +1,217 @@
+"""Requests of two dialects in one pivot, and the Chat body that an upstream gets."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from toprope.dialects.chat_request import clean_chat_body, request_from_chat, request_to_chat
+from toprope.dialects.pivot import request_items
+from toprope.dialects.responses import request_from_responses
+from toprope.errors.tree import BadRequest
+
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "number"}}}
+CHAT = {
+    "model": "m",
+    "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}],
+    "tools": [{"type": "function", "function": {"name": "add", "parameters": PARAMETERS, "strict": True}}],
+    "tool_choice": {"type": "function", "function": {"name": "add"}},
+    "parallel_tool_calls": False,
+    "max_tokens": 9,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "seed": 3,
+    "stop": "END",
+    "response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": {}, "strict": True}},
+    "reasoning_effort": "low",
+    "min_p": 0.1,
+}
+RESPONSES = {
+    "model": "m",
+    "instructions": "be brief",
+    "input": "hi",
+    "tools": [{"type": "function", "name": "add", "parameters": PARAMETERS, "strict": True}],
+    "tool_choice": {"type": "function", "name": "add"},
+    "parallel_tool_calls": False,
+    "max_output_tokens": 9,
+    "temperature": 0.5,
+    "top_p": 0.9,
+    "seed": 3,
+    "stop": ["END"],
+    "text": {"format": {"type": "json_schema", "name": "n", "schema": {}, "strict": True}},
+    "reasoning": {"effort": "low", "summary": "auto"},
+    "min_p": 0.1,
+}
+
+
+def test_the_same_request_in_two_dialects_asks_an_upstream_for_the_same():
+    from_chat, _ = request_to_chat(request_from_chat(CHAT))
+    from_responses, lost = request_to_chat(request_from_responses(RESPONSES))
+    assert from_chat == from_responses
+    assert from_responses["messages"] == CHAT["messages"]
+    assert from_responses["tools"] == CHAT["tools"]
+    assert from_responses["tool_choice"] == CHAT["tool_choice"]
+    assert from_responses["response_format"] == CHAT["response_format"]
+    assert from_responses["reasoning_effort"] == "low"
+    assert from_responses["min_p"] == 0.1
+    assert lost == ()
+
+
+@pytest.mark.parametrize("null", ["tools", "tool_choice", "metadata", "temperature", "stop", "stream", "seed", "n"])
+def test_an_explicit_null_is_an_absent_field(null):
+    plain = {"messages": [{"role": "user", "content": "x"}]}
+    assert request_from_chat({**plain, null: None}) == request_from_chat(plain)
+
+
+def test_a_tool_choice_without_tools_is_not_passed_on():
+    assert request_from_responses({"input": "x", "tools": None, "tool_choice": "auto"}).tool_choice is None
+    cleaned = clean_chat_body({"messages": [{"role": "user", "content": "x"}], "tools": [], "tool_choice": "auto"})
+    assert cleaned == {"messages": [{"role": "user", "content": "x"}]}
+
+
+def test_unknown_tool_kinds_are_listed_but_not_an_error():
+    tools = [{"type": "namespace", "name": "n", "tools": []}, {"type": "web_search"}, RESPONSES["tools"][0]]
+    request = request_from_responses({"input": "x", "tools": tools})
+    body, lost = request_to_chat(request)
+    assert [tool["function"]["name"] for tool in body["tools"]] == ["add"]
+    assert lost == ("tools.namespace", "tools.web_search")
+
+
+def test_codex_items_without_id_status_or_type_and_chat_turns_inside_input_are_read():
+    items = [
+        {"role": "developer", "content": [{"type": "input_text", "text": "rules"}]},
+        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "hello"}]},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{ }"}}],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": "done"},
+        {
+            "type": "function_call_output",
+            "id": "fco_1",
+            "call_id": "c",
+            "output": [{"type": "input_text", "text": "z"}],
+        },
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t"}], "encrypted_content": None},
+        {"role": "user", "content": "go", "generation_token_ids": [1]},
+    ]
+    request = request_from_responses({"input": items, "store": False, "include": [], "client_metadata": {"a": "b"}})
+    kinds = [item["type"] for item in request.input]
+    assert kinds == [
+        "message",
+        "message",
+        "function_call",
+        "function_call_output",
+        "function_call_output",
+        "reasoning",
+        "message",
+    ]
+    assert request.input[2]["arguments"] == "{ }"
+    assert "generation_token_ids" not in request.input[-1]
+    body, lost = request_to_chat(request)
+    assert [m["role"] for m in body["messages"]] == ["developer", "assistant", "tool", "tool", "assistant", "user"]
+    assert lost == ()
+    assert body.keys() == {"messages"}
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"input": "x", "previous_response_id": "r"}, "previous_response_id"),
+        ({"input": "x", "background": True}, "background"),
+        ({"input": [{"type": "item_reference", "id": "i"}]}, r"input\[0\]: item_reference"),
+        ({"input": []}, "input"),
+        ({"input": [{"content": "x"}]}, r"input\[0\].type"),
+        ({"input": [{"role": "oracle", "content": "x"}]}, r"input\[0\].role: 'oracle'"),
+        ({"input": "x", "temperature": "hot"}, "temperature: 'hot'"),
+    ],
+)
+def test_a_responses_field_that_cannot_be_honoured_is_refused_by_name(body, named):
+    with pytest.raises(BadRequest, match=named) as caught:
+        request_from_responses(body)
+    assert caught.value.status == 400
+
+
+@pytest.mark.promise("MS-6")
+def test_several_choices_are_refused_and_not_cut_down_to_one():
+    with pytest.raises(BadRequest, match="n: 2 is not supported"):
+        request_from_chat({"messages": [{"role": "user", "content": "x"}], "n": 2})
+
+
+def test_a_cleaned_chat_body_has_no_nulls_no_echoes_and_the_clients_own_strings():
+    arguments = '{"b": 1.0,"a":"caf\\u00e9"}'
+    body = {
+        "model": "m",
+        "top_logprobs": None,
+        "stream": False,
+        "messages": [
+            {"role": "user", "content": "x", "name": None},
+            {"role": "assistant", "content": None, "refusal": None, "token_ids": [9], "prompt_token_ids": [1],
+             "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}]},
+            {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": []},
+        ],
+    }  # fmt: skip
+    cleaned = clean_chat_body(body)
+    assert cleaned["messages"][0] == {"role": "user", "content": "x"}
+    assert cleaned["messages"][1]["tool_calls"][0]["function"]["arguments"] is arguments
+    assert cleaned["messages"][1]["content"] is None
+    assert "prompt_token_ids" not in cleaned["messages"][1]
+    assert cleaned["messages"][2] == {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    assert "top_logprobs" not in cleaned
+
+
+def test_instructions_stand_first_among_the_items():
+    items = request_items(request_from_responses(RESPONSES))
+    assert [item["role"] for item in items] == ["system", "user"]
+
+
+ROLES = ["user", "assistant", "system", "developer", "tool", None]
+TYPES = [
+    "message", "reasoning", "function_call", "function_call_output", "text", "input_text", "output_text", "image_url",
+    "input_image", "file", "input_file", "thinking", "tool_use", "custom", "function", "refusal", "summary_text",
+    "allowed_tools", "json_schema", None,
+]  # fmt: skip
+NAMES = [
+    "role", "content", "type", "tool_calls", "function", "id", "call_id", "arguments", "summary", "output", "text",
+    "name", "image_url", "file", "refusal", "reasoning_content", "thinking_blocks", "function_call", "thinking",
+    "input", "custom", "provider_specific_fields", "tools", "detail",
+]  # fmt: skip
+
+
+def _value(rng, depth):
+    pick = rng.random()
+    if depth > 3 or pick < 0.35:
+        return rng.choice([None, True, 0, 1.5, "x", "", [], {}, *TYPES])
+    return [_value(rng, depth + 1) for _ in range(rng.randint(0, 3))] if pick < 0.65 else _thing(rng, depth + 1)
+
+
+def _thing(rng, depth):
+    thing = {name: _value(rng, depth) for name in rng.sample(NAMES, rng.randint(0, 5))}
+    if rng.random() < 0.7:
+        thing["role"] = rng.choice(ROLES)
+    if rng.random() < 0.7:
+        thing["type"] = rng.choice(TYPES)
+    return thing
+
+
+def test_no_shape_of_a_request_breaks_a_converter():
+    rng = random.Random(20)
+    accepted = 0
+    for _ in range(4000):
+        things = [_thing(rng, 0) for _ in range(rng.randint(1, 3))]
+        more = {
+            name: _value(rng, 0)
+            for name in rng.sample(["tools", "tool_choice", "text", "reasoning", "response_format", "functions"], 1)
+        }
+        for read, name in ((request_from_chat, "messages"), (request_from_responses, "input")):
+            try:
+                request = read({name: things, **more})
+            except BadRequest:
+                continue
+            accepted += 1
+            request_to_chat(request)
+            if name == "messages":
+                clean_chat_body({name: things, **more})
+    assert accepted > 1000
