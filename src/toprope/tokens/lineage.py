@@ -13,8 +13,8 @@ the prompt once, however many calls came before.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import numpy as np
@@ -31,6 +31,10 @@ INTERCHANGEABLE: Final = "interchangeable"
 UNRECORDED_TURN: Final = "unrecorded_turn"
 HISTORY_REWRITTEN: Final = "history_rewritten"
 AMBIGUOUS_PARENT: Final = "ambiguous_parent"
+DEFERRED: Final = "deferred"
+"""What a recorder that cannot see other writers' calls records beside `unresolved`: decided over the whole snapshot."""
+
+_RECENT_REQUESTS = 4  # conversations that take turns within one rollout: an agent and a few sub-agents
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,18 @@ class ParentChoice:
     prompt_hash: ChainHash
     suffix_start: int = 0
     item_digests: tuple[str, ...] = ()
+    marks: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class _Request:
+    """A recent request and the call that it became. It began with the `before` marks of `continues`' request."""
+
+    items: list[Mapping[str, Any]]
+    marks: tuple[str, ...]
+    continues: _Node | None
+    before: int
+    node: _Node | None = None
 
 
 @dataclass(slots=True)
@@ -63,24 +79,20 @@ class _Node:
     blocks: bytes
     parent: _Node | None
     own_marks: tuple[str, ...]
+    own_output: tuple[str, ...]
     seen: CountedMarks | None = None
 
 
 @dataclass(slots=True)
 class _Strand:
-    """Ids [start, start + size) of some sequences; the ids before `start` are its base's."""
+    """Ids [start, start + size) of some sequences; the ids before `start` stand on the strand that it forks from."""
 
     start: int
-    base: _Strand | None
     ids: NDArray[np.uint32] = field(default_factory=lambda: np.zeros(64, dtype=np.uint32))
     size: int = 0
     forks: dict[tuple[int, int], _Strand] = field(default_factory=dict)
     ends: list[int] = field(default_factory=list)
     calls: dict[int, list[_Node]] = field(default_factory=dict)
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.size
 
     def append(self, ids: NDArray[np.uint32]) -> None:
         need = self.size + len(ids)
@@ -111,11 +123,12 @@ class LineageHistory:
     """The recorded calls of one rollout, indexed as they arrive. Memory is the distinct ids plus a node a call."""
 
     def __init__(self) -> None:
-        self._trunk = _Strand(start=0, base=None)
+        self._trunk = _Strand(start=0)
         self._nodes: dict[str, _Node] = {}
         self._root_requests: set[tuple[str, ...]] = set()
         self._contents: set[str] = set()
         self._unrecorded: list[CountedMarks] = []
+        self._recent: list[_Request] = []
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -126,35 +139,44 @@ class LineageHistory:
     def add(self, entry: TokenEntry, request_digests: Sequence[str] | None = None) -> None:
         """Index one recorded call; `entry` has its whole prompt. A call id that is there already changes nothing.
 
-        `request_digests` are `item_digests(request items)`. Without them the entry's own `item_digests` serve, which
-        is enough to rebuild a history after a restart. Raises `ValueError` for a delta prompt.
+        `request_digests` are the marks of its request, best the very tuple of `ParentChoice.marks`. Without them the
+        entry's own `item_digests` serve, which is enough to rebuild a history after a restart. Raises `ValueError` for
+        a delta prompt.
         """
         if entry.prompt_is_delta:
             raise ValueError(f"call {entry.model_call_id}: lineage needs the whole prompt, not a delta")
         if entry.model_call_id in self._nodes:
             return
         parent = self._nodes.get(entry.parent_call_id or "") if entry.parent_decision == "resolved" else None
-        asked = tuple(entry.item_digests if request_digests is None else request_digests)
+        asked = entry.item_digests
+        if not asked and parent is None and request_digests is not None:
+            asked = tuple(request_digests)
         wrote = item_digests(entry.output_items)
-        new = parent_seen(parent).missing(asked) if parent is not None else asked
+        new = parent_seen(parent).missing(asked) if parent is not None and asked else asked
         if entry.parent_decision == "root":
             self._root_requests.add(asked)
         self._contents.update(content_of(mark) for mark in (*asked, *wrote))
-        prompt = entry.prompt_token_ids
-        whole = np.concatenate([prompt, entry.generation_token_ids])
+        prompt, generated = entry.prompt_token_ids, entry.generation_token_ids
+        request = next((each for each in self._recent if each.marks is request_digests), None)
+        # `decide` compared the ids of the parent that it found; a claim from elsewhere is compared here.
+        after = parent if request is not None or self._is_begun_by(prompt, parent) else None
         node = _Node(
             call_id=entry.model_call_id,
             prompt_len=len(prompt),
-            cum_len=len(whole),
+            cum_len=len(prompt) + len(generated),
             strand=self._trunk,
-            blocks=self._hash_after(parent, whole).blocks,
+            blocks=self.prompt_hash(after, prompt).extend(generated).blocks,
             parent=parent,
             own_marks=(*new, *wrote),
+            own_output=wrote,
         )
         self._nodes[node.call_id] = node
-        if len(entry.generation_token_ids) == 0:
+        if request is not None:
+            request.node = node
+        if len(generated) == 0:
             return  # structural: never anybody's parent
-        node.strand = self._insert(whole)
+        added = np.concatenate([prompt[after.cum_len if after is not None else 0 :], generated])
+        node.strand = self._insert(added, after)
         node.strand.place(node)
         # The bag moves down a straight chain instead of being copied at every call.
         node.seen = parent_seen(parent, take=True) if parent is not None else CountedMarks()
@@ -198,41 +220,72 @@ class LineageHistory:
         """Whether the content of every mark was seen in some recorded call of this rollout."""
         return all(content_of(mark) in self._contents for mark in asked)
 
+    def marks_of(self, items: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+        """`item_digests(items)`; what a recent request began with is not digested again."""
+        request = list(items)
+        known = max(
+            (each for each in self._recent if request[: len(each.items)] == each.items),
+            key=lambda each: len(each.items),
+            default=_Request([], (), None, 0),
+        )
+        marks = known.marks + item_digests(request[len(known.items) :])
+        others = [each for each in self._recent if each is not known]
+        self._recent = [*others[1 - _RECENT_REQUESTS :], _Request(request, marks, known.node, len(known.marks))]
+        return marks
+
+    def accounts_for(self, node: _Node, asked: tuple[str, ...]) -> bool:
+        """Whether every mark of a request stands in the request or output of `node` or of the calls before it."""
+        for request in self._recent:
+            # What the parent's own request held is accounted for already; left is what was added to it.
+            known = request.marks is asked and request.continues is node
+            if known and not CountedMarks(node.own_output).missing(asked[request.before :]):
+                return True
+        return not parent_seen(node).missing(asked)
+
     def prompt_hash(self, parent: _Node | None, prompt: NDArray[np.uint32]) -> ChainHash:
         """The chain hash state of `prompt`, which begins with `parent`'s ids if there is one."""
-        return self._hash_after(parent, prompt)
+        if parent is None:
+            return ChainHash.of(prompt)
+        done = parent.cum_len - parent.cum_len % BLOCK_IDS
+        tail = prompt[done : parent.cum_len]
+        return ChainHash.resume(parent.cum_len, parent.blocks, tail).extend(prompt[parent.cum_len :])
 
     # -- the tree -----------------------------------------------------------------------------------------------
 
-    def _walk(self, ids: NDArray[np.uint32]) -> list[tuple[_Strand, int]]:
-        """The strands that `ids` follow from the trunk on, each with the position up to which they do."""
-        strand, path = self._trunk, []
+    def _walk(self, ids: NDArray[np.uint32], after: _Node | None = None) -> list[tuple[_Strand, int]]:
+        """The strands that `ids` follow, each with the position up to which they do.
+
+        From the trunk on, or from where the call `after` ends; `ids` then are what comes after it.
+        """
+        begin = after.cum_len if after is not None else 0
+        strand, reach = (after.strand if after is not None else self._trunk), begin
+        path = []
         while True:
-            reach = strand.start + common_prefix(strand.ids[: strand.size], ids[strand.start :])
+            reach += common_prefix(strand.ids[reach - strand.start : strand.size], ids[reach - begin :])
             path.append((strand, reach))
-            fork = strand.forks.get((reach, int(ids[reach]))) if reach < len(ids) else None
+            fork = strand.forks.get((reach, int(ids[reach - begin]))) if reach - begin < len(ids) else None
             if fork is None:
                 return path
             strand = fork
 
-    def _insert(self, ids: NDArray[np.uint32]) -> _Strand:
-        """The strand on which `ids` end, grown or forked as needed."""
-        strand, reach = self._walk(ids)[-1]
-        if reach == len(ids):
+    def _insert(self, ids: NDArray[np.uint32], after: _Node | None) -> _Strand:
+        """The strand on which `ids` (after that call, if any) end, grown or forked as needed."""
+        strand, reach = self._walk(ids, after)[-1]
+        rest = ids[reach - (after.cum_len if after is not None else 0) :]
+        if len(rest) == 0:
             return strand
-        if reach == strand.stop:
-            strand.append(ids[reach:])
+        if reach == strand.start + strand.size:
+            strand.append(rest)
             return strand
-        fork = _Strand(start=reach, base=strand)
-        fork.append(ids[reach:])
-        strand.forks[reach, int(ids[reach])] = fork
+        fork = _Strand(start=reach)
+        fork.append(rest)
+        strand.forks[reach, int(rest[0])] = fork
         return fork
 
-    def _hash_after(self, parent: _Node | None, ids: NDArray[np.uint32]) -> ChainHash:
-        if parent is None:
-            return ChainHash.of(ids)
-        done = parent.cum_len - parent.cum_len % BLOCK_IDS
-        return ChainHash.resume(parent.cum_len, parent.blocks, ids[done : parent.cum_len]).extend(ids[parent.cum_len :])
+    def _is_begun_by(self, prompt: NDArray[np.uint32], node: _Node | None) -> bool:
+        if node is None or node.cum_len not in node.strand.calls:
+            return False
+        return any(strand is node.strand and reach >= node.cum_len for strand, reach in self._walk(prompt))
 
 
 def parent_seen(node: _Node, *, take: bool = False) -> CountedMarks:
@@ -264,8 +317,11 @@ def decide(
     request of a recorded root. `resolved`: one recorded call with a generation is the longest prefix (or several that
     are interchangeable: the smallest id) and accounts for every model-authored item. Else `unresolved`.
     """
-    prompt = as_ids(prompt_ids, "prompt_token_ids")
-    asked = item_digests(request_items)
+    return decide_marks(history, history.marks_of(request_items), as_ids(prompt_ids, "prompt_token_ids"))
+
+
+def decide_marks(history: LineageHistory, asked: tuple[str, ...], prompt: NDArray[np.uint32]) -> ParentChoice:
+    """`decide` for a request whose marks (`item_digests`) are known already."""
     if len(history) == 0 and history.first_request_is_accounted_for(asked):
         return _orphan(history, prompt, "root", FIRST_CALL, asked)
     found = history.candidates(prompt)
@@ -279,7 +335,7 @@ def decide(
         return _orphan(history, prompt, "unresolved", UNRECORDED_TURN, asked)
     if len({node.prompt_len for node in found}) > 1:
         return _orphan(history, prompt, "unresolved", AMBIGUOUS_PARENT, asked)
-    fitting = [node for node in found if not parent_seen(node).missing(asked)]
+    fitting = [node for node in found if history.accounts_for(node, asked)]
     if not fitting:
         return _orphan(history, prompt, "unresolved", UNRECORDED_TURN, asked)
     parent = min(fitting, key=lambda node: node.call_id)
@@ -289,7 +345,36 @@ def decide(
         reason=INTERCHANGEABLE if len(found) > 1 else LONGEST_PREFIX,
         prompt_hash=history.prompt_hash(parent, prompt),
         suffix_start=parent.cum_len,
+        marks=asked,
     )
+
+
+def decide_deferred(entries: Iterable[TokenEntry]) -> tuple[TokenEntry, ...]:
+    """The entries with every deferred decision made, as if one recorder had seen all calls in order of `created_at`.
+
+    Call ids are distinct. A deferred entry has its whole prompt, and all marks of its request as `item_digests`. One
+    that comes out before its parent (skewed clocks) stays unresolved or becomes a root: masked, never guessed.
+    """
+    held = tuple(entries)
+    if not any(_is_deferred(entry) for entry in held):
+        return held
+    history, decided = LineageHistory(), {}
+    for entry in sorted(held, key=lambda each: (each.created_at, each.model_call_id)):
+        if _is_deferred(entry):
+            choice = decide_marks(history, entry.item_digests, entry.prompt_token_ids)
+            decided[entry.model_call_id] = replace(
+                entry,
+                parent_decision=choice.decision,
+                parent_call_id=choice.parent_call_id,
+                parent_resolution_reason=choice.reason,
+            )
+        if not entry.prompt_is_delta:
+            history.add(decided.get(entry.model_call_id, entry))
+    return tuple(decided.get(entry.model_call_id, entry) for entry in held)
+
+
+def _is_deferred(entry: TokenEntry) -> bool:
+    return entry.parent_resolution_reason == DEFERRED and not entry.prompt_is_delta
 
 
 def _orphan(
@@ -299,4 +384,4 @@ def _orphan(
     reason: str,
     asked: tuple[str, ...],
 ) -> ParentChoice:
-    return ParentChoice(decision, None, reason, history.prompt_hash(None, prompt), 0, asked)
+    return ParentChoice(decision, None, reason, history.prompt_hash(None, prompt), 0, asked, asked)

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.hashing import ChainHash, begins_with
+from toprope.tokens.lineage import decide_deferred
 from toprope.trajectory import reasons
 
 _NONE = np.zeros(0, dtype=np.uint32)
@@ -129,6 +130,8 @@ class Evidence:
 def read(rollout_id: str, entries: Iterable[TokenEntry]) -> Evidence:
     """Verify the records of one rollout. The result depends on the set of records, not on order or copies."""
     held, conflicts = _distinct(entries)
+    decided = decide_deferred(entry for call_id, entry in held.items() if call_id not in conflicts)
+    held.update((entry.model_call_id, entry) for entry in decided)
     evidence = Evidence(calls={}, aside=dict.fromkeys(sorted(conflicts), reasons.CONFLICT), conflicts=conflicts)
     ring = _rings(held)
     for call_id in _parents_first(held):
