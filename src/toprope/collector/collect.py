@@ -9,10 +9,11 @@ signals (`cli` calls `stop`).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from random import Random
 
@@ -37,12 +38,14 @@ from toprope.collector.settings import CaptureSettings, Destination, RunSettings
 from toprope.collector.summary import Summary, summarise, write_summary
 from toprope.collector.tasks import TaskLike, read_tasks
 from toprope.correlation.ids import capture_key
-from toprope.errors.tree import ConfigError
+from toprope.errors.tree import ConfigError, TopropeError
 from toprope.http.client import Peer
+from toprope.results.journal import SessionLine
 from toprope.results.layout import RunDir
 from toprope.results.ledger import Ledger
 from toprope.results.manifest import Manifest, setting_digests
 from toprope.results.rows import now
+from toprope.servers.environment.participant import SessionReport
 
 
 class Collector:
@@ -101,7 +104,14 @@ class Collector:
             )
             await self._run(plan, ledger)
             await ledger.ended(self._stop.reason or "done", self._stop.message)
+        except BaseException as error:
+            # The run is lost, its rows are not: say why it ended, if the disk still lets us, and let the error go on.
+            with contextlib.suppress(OSError, TopropeError):
+                reason = "interrupted" if isinstance(error, asyncio.CancelledError) else "failed"
+                await ledger.ended(reason, f"{type(error).__name__}: {error}")
+            raise
         finally:
+            self._ledger = None
             await ledger.close()
         summary = await asyncio.to_thread(summarise, self.run_dir)
         await asyncio.to_thread(write_summary, self.run_dir, summary)
@@ -117,14 +127,23 @@ class Collector:
         self._announce(Stopping(reason, message))
         self._stop.request(reason, message, cancel=cancel)
 
-    async def session(
-        self, key: str, *, role: str, event: str, session_id: str, env_session_id: str | None = None
-    ) -> None:
-        """Journal that a session of the attempt `key` was opened or closed; before the run and after it: no-op."""
-        if self._ledger is not None:
-            await self._ledger.session(
-                key, role=role, event=event, session_id=session_id, env_session_id=env_session_id
-            )
+    def session(self, report: SessionReport, *, event: str = "opened") -> Awaitable[None] | None:
+        """Journal a session of an episode (the `on_session` of our environment server). Outside a run: nothing.
+
+        Where the report has an `env_session_id`, await what is returned: then the handle is durable.
+        """
+        if self._ledger is None:
+            return None
+        line = SessionLine(
+            at=now(),
+            key=report.episode_id.key,
+            role=report.participant,
+            event=event,
+            session_id=report.session_id,
+            env_session_id=report.env_session_id,
+        )
+        noted = self._ledger.session(line)
+        return asyncio.shield(noted) if report.env_session_id is not None else None
 
     async def _run(self, plan: Plan, ledger: Ledger) -> None:
         """Dispatch the plan to its end, or to a stop."""

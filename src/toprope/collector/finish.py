@@ -16,14 +16,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from toprope.canonical.json import NotJson
-from toprope.capture.delivery import finalize_rollout_token_capture, retire_rollout_token_capture
+from toprope.capture.delivery import (
+    Delivered,
+    finalize_rollout_token_capture,
+    retire_redundant_capture,
+    retire_rollout_token_capture,
+    swap_into,
+)
 from toprope.capture.protocols import ReceiptSource, TokenSource
 from toprope.collector.request import Verdict
 from toprope.collector.schedule import Attempt, uses_up_attempt
 from toprope.collector.settings import CaptureSettings
 from toprope.errors.kinds import Delivery, Kind, Stage
 from toprope.results.ledger import Ledger
-from toprope.results.rows import FailureRecord, Unstorable, check_verdict, result_row, with_capture
+from toprope.results.rows import MASKED_BY, FailureRecord, Unstorable, check_bundles, check_verdict, result_row
 from toprope.tokens.receipts import receipts_of
 
 log = logging.getLogger(__name__)
@@ -58,11 +64,13 @@ class Finisher:
             delivered = await self._finalize(row) if captured else None
             if delivered is not None:
                 row = _rebuilt(row, delivered)
+            check_bundles(row.get("response"))
             await self._ledger.result(attempt.identity, row)
         except (Unstorable, NotJson) as error:
             return await self._failed(attempt, _unstorable(error, verdict))
+        if captured and self._source is not None:
+            await self._retire(attempt.key, self._source, delivered)
         if delivered is not None:
-            await self._retire(attempt.key, delivered)
             self.masks.add(delivered)
         masked = bool(row["mask_sample"])
         return Outcome("masked" if masked else "measured", None if masked else float(verdict["reward"]))
@@ -73,21 +81,26 @@ class Finisher:
         await self._ledger.failure(attempt.identity, failure, counts=uses_up_attempt(failure))
         return Outcome("failed", failure=failure)
 
-    async def _finalize(self, row: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    async def _finalize(self, row: Mapping[str, Any]) -> Delivered | None:
+        """What delivery makes of the row's capture; None for a row with token ids of the agent's own."""
         if self._source is None:
             return None
         return await finalize_rollout_token_capture(
             row, self._source, settle_s=self._capture.settle_s, format=self._capture.format
         )
 
-    async def _retire(self, key: str, delivered: Mapping[str, Any]) -> None:
-        """Retire a capture whose row is durable. What goes wrong here keeps the evidence and fails nothing."""
-        if self._source is None or delivered.get("mask_sample"):
+    async def _retire(self, key: str, source: TokenSource, delivered: Delivered | None) -> None:
+        """Let go of a capture whose row is durable. What goes wrong here keeps the evidence and fails nothing."""
+        if delivered is not None and delivered["mask_sample"]:
             return
         try:
-            if not isinstance(self._source, ReceiptSource):
-                await self._keep_receipts(key, self._source)
-            if not await retire_rollout_token_capture(key, self._source, delivered):
+            if delivered is None:
+                retired = await retire_redundant_capture(key, source)
+            else:
+                if not isinstance(source, ReceiptSource):
+                    await self._keep_receipts(key, source)
+                retired = await retire_rollout_token_capture(key, source, delivered)
+            if not retired:
                 log.warning("rollout %s: its capture was not retired and stays as evidence", key)
         except Exception:  # the row is delivered; evidence that stays is listed by `capture ls`
             log.exception("rollout %s: retiring its capture failed; it stays as evidence", key)
@@ -129,11 +142,13 @@ class MaskWatch:
         )
 
 
-def _rebuilt(row: Mapping[str, Any], delivered: Mapping[str, Any]) -> dict[str, Any]:
-    metrics = dict(delivered.get("metrics") or {})
-    if delivered.get("error"):
-        metrics["error"] = delivered["error"]
-    return with_capture(row, delivered.get("rebuilt_response"), metrics, masked=bool(delivered.get("mask_sample")))
+def _rebuilt(row: Mapping[str, Any], delivered: Delivered) -> dict[str, Any]:
+    out = swap_into(row, delivered)
+    if delivered["mask_sample"]:
+        out[MASKED_BY] = [*row.get(MASKED_BY, ()), "capture"]
+    if "error" in delivered:
+        out["_ng_token_capture"] = {**delivered["metrics"], "error": delivered["error"]}
+    return out
 
 
 def _reasons(delivered: Mapping[str, Any]) -> list[Any]:

@@ -9,6 +9,7 @@ reader. One writer a directory. Left to others: what a row says (`rows`), readin
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,8 @@ from toprope.storage.atomic import replace_file
 from toprope.storage.rows import DurableRows
 from toprope.tokens.snapshot import Receipt
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Written:
@@ -50,6 +53,7 @@ class Ledger:
         self._journal = Journal(run_dir.journal)
         self._results = DurableRows(run_dir.results)
         self._failures = DurableRows(run_dir.failures)
+        self._notes: set[asyncio.Task[None]] = set()
 
     @classmethod
     async def begin(cls, run_dir: RunDir, manifest: Manifest, tasks: bytes) -> Ledger:
@@ -128,13 +132,17 @@ class Ledger:
         """The capture is gone."""
         await self._journal.write(RetiredLine(at=now(), key=key, snapshot_id=snapshot_id, version=version))
 
-    async def session(
-        self, key: str, *, role: str, event: str, session_id: str, env_session_id: str | None = None
-    ) -> None:
-        """A session of the attempt `key` was opened or closed."""
-        await self._journal.write(
-            SessionLine(at=now(), key=key, role=role, event=event, session_id=session_id, env_session_id=env_session_id)
-        )
+    def session(self, line: SessionLine) -> asyncio.Task[None]:
+        """Write down that a session was opened or closed; await the task for its durability, `close` does anyway."""
+        task = asyncio.get_running_loop().create_task(self._journal.write(line))
+        self._notes.add(task)
+        task.add_done_callback(self._noted)
+        return task
+
+    def _noted(self, task: asyncio.Task[None]) -> None:
+        self._notes.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("a session could not be journalled: %s", error)  # a diagnostic: it costs no rollout
 
     async def ended(self, reason: str, message: str = "") -> None:
         """The run is over."""
@@ -142,6 +150,8 @@ class Ledger:
 
     async def close(self) -> None:
         """On return the three files are durable and closed."""
+        if self._notes:
+            await asyncio.wait(self._notes)
         await self._results.close()
         await self._failures.close()
         await self._journal.close()

@@ -93,21 +93,6 @@ def result_row(identity: RowIdentity, verdict: Mapping[str, Any]) -> dict[str, A
     return row
 
 
-def with_capture(row: Mapping[str, Any], response: Any, metrics: Mapping[str, Any], *, masked: bool) -> dict[str, Any]:
-    """`row` with what delivery made of its capture. Reward and every verifier field stay as they are.
-
-    `response` None leaves the row's own response; `masked` masks the row, beside any mask of the environment.
-    """
-    out = dict(row)
-    if response is not None:
-        out["response"] = response
-    if masked:
-        out["mask_sample"] = True
-        out[MASKED_BY] = [*row.get(MASKED_BY, ()), "capture"]
-    out["_ng_token_capture"] = dict(metrics)
-    return out
-
-
 def check_verdict(verdict: Mapping[str, Any]) -> None:
     """Raise `Unstorable` naming the field of a verdict that may not become a row.
 
@@ -122,7 +107,6 @@ def check_verdict(verdict: Mapping[str, Any]) -> None:
     reward = verdict["reward"]
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not _finite(reward):
         raise Unstorable("reward", f"{shorten(repr(reward), 100)} is no finite number")
-    check_bundles(verdict.get("response"))
     mask = verdict.get("mask_sample")
     if mask is not None and not isinstance(mask, bool):
         raise Unstorable("mask_sample", f"{shorten(repr(mask), 100)} is neither true nor false")

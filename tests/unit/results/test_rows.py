@@ -20,7 +20,6 @@ from toprope.results.rows import (
     failure_row,
     restore,
     result_row,
-    with_capture,
 )
 
 WHO = RowIdentity("run.3-1", 2, TaskId("sums", "3"), 3, 1, {"agent_ref": {"name": "solver"}})
@@ -58,13 +57,9 @@ def test_a_verdicts_own_fields_win_over_routing() -> None:
     assert (row["agent_ref"], row["task_id"]) == ("theirs", "theirs too")
 
 
-@pytest.mark.promise("CP-12")
-def test_capture_masks_beside_the_environment_and_leaves_reward_and_verifier_fields() -> None:
-    row = result_row(WHO, {"reward": 0.5, "parts": {"a": 1}, "response": {"id": "old"}, "mask_sample": True})
-    out = with_capture(row, None, {"mask_reasons": ["incomplete"]}, masked=True)
-    assert (out["reward"], out["parts"], out["response"]) == (0.5, {"a": 1}, {"id": "old"})
-    assert out["_ng_masked_by"] == ["environment", "capture"]
-    assert out["mask_sample"] is True
+def test_the_environments_mask_is_named_as_its_own() -> None:
+    assert result_row(WHO, {"reward": 0.5, "mask_sample": True})["_ng_masked_by"] == ["environment"]
+    assert "_ng_masked_by" not in result_row(WHO, {"reward": 0.5})
 
 
 @pytest.mark.promise("CO-3")
