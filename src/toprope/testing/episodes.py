@@ -156,7 +156,7 @@ async def sample_calls(sink: TokenSink, key: str, turns: Sequence[tuple[Sequence
     """Put one conversation's calls into `sink`: each turn is (what is new in its prompt, what was generated).
 
     The logprob of the n-th generated id of a call is -0.1 * n; each call's one output item says `turn <n>`, and the
-    response id is `resp-<n>`, counted from 1.
+    response id is `sampled-<n>`, counted from 1.
     """
     state, cum_len, parent = ChainHash(), 0, None
     history: list[int] = []
@@ -178,7 +178,7 @@ async def sample_calls(sink: TokenSink, key: str, turns: Sequence[tuple[Sequence
                 generation_log_probs=np.asarray([-0.1 * (n + 1) for n in range(len(generated))]),
                 output_items=({"id": f"msg-{number}", "type": "message", "role": "assistant", "content": content},),
                 token_item_index=0,
-                response_id=f"resp-{number}",
+                response_id=f"sampled-{number}",
                 parent_decision="root" if parent is None else "resolved",
                 parent_call_id=parent,
                 cum_len=cum_len,

@@ -1,0 +1,266 @@
+"""Planted breaches: each kind is found, and an untouched run is proven."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from toprope.canonical.digest import digest_bytes, digest_value
+from toprope.capture.sqlite_store import SqliteStore
+from toprope.collector.audit import AuditReport, audit
+from toprope.collector.settings import CaptureSettings, RunSettings
+from toprope.collector.summary import summarise, write_summary
+from toprope.errors.tree import ConfigError
+from toprope.results.layout import RunDir
+from toprope.testing.episodes import Run, collect_scripted, sample_calls
+
+Rows = list[dict[str, Any]]
+
+
+@pytest.fixture
+async def run_dir(tmp_path: Path) -> RunDir:
+    """A run of four captured rollouts, of which the last is masked, and one failure before a success."""
+    store = SqliteStore(tmp_path / "capture.sqlite")
+
+    async def answer(run: Run) -> dict[str, Any]:
+        index = int(run.task_id)
+        if index == 2 and run.attempt == 0:
+            return run.failure()
+        await sample_calls(store, run.key, [([1, 10, 11 + index], [50, 60 + index]), ([9], [51, 2])])
+        if index == 3:
+            await store.mark_incomplete(run.key, "lost")
+        return run.result(1.0)
+
+    tasks = [{"responses_create_params": {"input": str(index)}} for index in range(4)]
+    settings = RunSettings(run_id="run", backoff_s=0.0)
+    capture = CaptureSettings(enabled=True, settle_s=0.0)
+    await collect_scripted(tmp_path, answer, tasks, source=store, selected=True, settings=settings, capture=capture)
+    await store.close()
+    return RunDir(tmp_path)
+
+
+async def prove(run_dir: RunDir) -> AuditReport:
+    store = SqliteStore(run_dir.capture_db)
+    try:
+        return await audit(run_dir, store)
+    finally:
+        await store.close()
+
+
+def kinds(report: AuditReport) -> set[str]:
+    return {breach.kind for breach in report.breaches}
+
+
+def edit(path: Path, change: Callable[[Rows], Rows | None]) -> None:
+    """Rewrite a file of rows as somebody with an editor would."""
+    rows = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    changed = change(rows)
+    rows = rows if changed is None else changed
+    path.write_bytes(b"".join(json.dumps(row, separators=(",", ":")).encode() + b"\n" for row in rows))
+
+
+def trained(rows: Rows) -> dict[str, Any]:
+    """The first item of the first row that carries ids."""
+    items = [item for row in rows for item in row["response"]["output"] if "generation_token_ids" in item]
+    return dict(items[0]) and items[0]
+
+
+async def test_an_untouched_run_is_proven_with_its_counts(run_dir: RunDir) -> None:
+    report = await prove(run_dir)
+    assert report.ok, report.breaches
+    counts = report.counts
+    assert (counts["results"], counts["failures"], counts["dispatches"]) == (4, 1, 5)
+    assert (counts["captured"], counts["proven"], counts["kept_evidence"], counts["unverifiable"]) == (4, 3, 1, 0)
+    assert (counts["expected"], counts["measured"], counts["masked"]) == (4, 3, 1)
+
+
+@pytest.mark.promise("CP-17")
+async def test_one_changed_generated_id_is_found(run_dir: RunDir) -> None:
+    edit(run_dir.results, lambda rows: trained(rows)["generation_token_ids"].__setitem__(0, 77))
+    assert {"changed", "not_sampled"} <= kinds(await prove(run_dir))
+
+
+@pytest.mark.promise("CP-17")
+async def test_one_changed_id_is_found_though_every_digest_in_the_rows_was_recomputed(run_dir: RunDir) -> None:
+    def forge(rows: Rows) -> None:
+        trained(rows)["generation_token_ids"][0] = 77
+        for row in rows:
+            capture = row["_ng_token_capture"]
+            for name in list(capture):
+                if "digest" in name or "hash" in name:
+                    capture[name] = digest_value(row["response"])
+
+    edit(run_dir.results, forge)
+    report = await prove(run_dir)
+    assert "not_sampled" in kinds(report)
+
+
+async def test_a_forger_who_also_rewrites_the_journal_is_still_found_by_the_receipts(run_dir: RunDir) -> None:
+    edit(run_dir.results, lambda rows: trained(rows)["generation_token_ids"].__setitem__(0, 77))
+    digests, offset = {}, 0
+    for line in run_dir.results.read_bytes().split(b"\n")[:-1]:
+        digests[json.loads(line)["_ng_rollout_id"]] = (digest_bytes(line), offset)
+        offset += len(line) + 1
+
+    def rewrite(lines: Rows) -> None:
+        for line in lines:
+            if line["type"] == "outcome" and line["file"] == "results":
+                line["digest"], line["offset"] = digests[line["rollout_id"]]
+
+    edit(run_dir.journal, rewrite)
+    assert kinds(await prove(run_dir)) == {"not_sampled"}
+
+
+@pytest.mark.promise("UX-5")
+async def test_two_rows_that_exchanged_responses_and_capture_metrics_are_found(run_dir: RunDir) -> None:
+    def swap(rows: Rows) -> None:
+        first, second = [row for row in rows if not row["mask_sample"]][:2]
+        for key in ("response", "_ng_token_capture"):
+            first[key], second[key] = second[key], first[key]
+
+    edit(run_dir.results, swap)
+    report = await prove(run_dir)
+    assert {"changed", "not_sampled"} <= kinds(report)
+    assert len({breach.where for breach in report.breaches if breach.kind == "not_sampled"}) == 2
+
+
+def change_reward(rows: Rows) -> None:
+    rows[0]["reward"] = 0.0
+
+
+def delete(rows: Rows) -> Rows:
+    return rows[1:]
+
+
+def duplicate(rows: Rows) -> Rows:
+    return [*rows, rows[0]]
+
+
+def change_logprob(rows: Rows) -> None:
+    trained(rows)["generation_log_probs"][0] = -0.5
+
+
+def change_prompt(rows: Rows) -> None:
+    trained(rows)["prompt_token_ids"][0] = 3
+
+
+def unmask(rows: Rows) -> None:
+    next(row for row in rows if row["mask_sample"])["mask_sample"] = False
+
+
+def forget_a_call(rows: Rows) -> None:
+    next(row for row in rows if not row["mask_sample"])["_ng_token_capture"]["n_calls"] = 1
+
+
+def unaligned(rows: Rows) -> None:
+    trained(rows)["generation_log_probs"].pop()
+
+
+def another_attempt(rows: Rows) -> None:
+    rows[0]["_ng_attempt_index"] = 7
+
+
+def garble(rows: Rows) -> None:
+    rows[0]["response"] = "gone"
+
+
+@pytest.mark.promise("UX-5")
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        (change_reward, "changed"),
+        (delete, "deleted"),
+        (duplicate, "attempt_used_twice"),
+        (change_logprob, "logprobs_differ"),
+        (change_prompt, "not_sampled"),
+        (unmask, "changed"),
+        (forget_a_call, "calls_unaccounted_for"),
+        (unaligned, "malformed"),
+        (another_attempt, "never_dispatched"),
+        (garble, "count_differs"),
+    ],
+)
+async def test_each_planted_breach_of_a_row_is_found(
+    run_dir: RunDir, change: Callable[[Rows], Rows | None], kind: str
+) -> None:
+    edit(run_dir.results, change)
+    assert kind in kinds(await prove(run_dir))
+
+
+@pytest.mark.promise("UX-5")
+async def test_a_changed_reward_is_found_though_the_summary_was_made_anew(run_dir: RunDir) -> None:
+    edit(run_dir.results, change_reward)
+    write_summary(run_dir, summarise(run_dir))
+    assert "changed" in kinds(await prove(run_dir))
+
+
+async def test_a_changed_summary_is_found(run_dir: RunDir) -> None:
+    summary = summarise(run_dir)
+    coverage = msgspec.structs.replace(summary.coverage, measured=4, masked=0)
+    write_summary(run_dir, msgspec.structs.replace(summary, coverage=coverage))
+    [breach] = (await prove(run_dir)).breaches
+    assert breach.where == "summary.json"
+    assert "coverage" in breach.message
+
+
+async def test_a_failure_row_with_a_reward_is_found(run_dir: RunDir) -> None:
+    edit(run_dir.failures, lambda rows: rows[0].__setitem__("reward", 0.0))
+    assert {"changed", "reward_of_a_failure"} <= kinds(await prove(run_dir))
+
+
+async def test_masked_evidence_that_is_gone_is_found(run_dir: RunDir) -> None:
+    run_dir.capture_db.unlink()
+    report = await prove(run_dir)
+    assert "evidence_missing" in kinds(report)
+    assert report.counts["unverifiable"] == 4
+
+
+async def test_calls_under_a_key_that_was_never_dispatched_are_found(run_dir: RunDir) -> None:
+    store = SqliteStore(run_dir.capture_db)
+    await sample_calls(store, "stranger", [([1], [2])])
+    await store.close()
+    report = await prove(run_dir)
+    assert [(breach.kind, breach.where) for breach in report.breaches] == [("calls_unaccounted_for", "stranger")]
+
+
+async def test_an_attempt_number_used_twice_is_found(run_dir: RunDir) -> None:
+    edit(run_dir.journal, lambda lines: [*lines, next(line for line in lines if line["type"] == "dispatch")])
+    assert "attempt_used_twice" in kinds(await prove(run_dir))
+
+
+async def test_a_damaged_middle_line_is_found_with_its_number(run_dir: RunDir) -> None:
+    lines = run_dir.results.read_bytes().split(b"\n")
+    lines[1] = lines[1][: len(lines[1]) // 2]
+    run_dir.results.write_bytes(b"\n".join(lines))
+    report = await prove(run_dir)
+    assert ("damaged_line", "results.jsonl, line 2") in {(breach.kind, breach.where) for breach in report.breaches}
+
+
+async def test_changed_tasks_are_found(run_dir: RunDir) -> None:
+    edit(run_dir.tasks, lambda rows: rows[0].__setitem__("more", 1))
+    assert ("changed", "tasks.jsonl") in {(breach.kind, breach.where) for breach in (await prove(run_dir)).breaches}
+
+
+async def test_a_row_whose_outcome_a_kill_cut_off_is_no_breach_until_the_run_went_on(run_dir: RunDir) -> None:
+    last = [line for line in run_dir.journal.read_bytes().split(b"\n")[:-1] if b'"outcome"' in line][-1]
+    edit(run_dir.journal, lambda lines: [line for line in lines if line != json.loads(last) and line["type"] != "end"])
+    run_dir.summary.unlink()
+    report = await prove(run_dir)
+    assert report.ok, report.breaches
+    assert any("killed" in note for note in report.notes)
+
+
+async def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no run"):
+        await audit(RunDir(tmp_path), None)
+
+
+async def test_without_a_store_captured_rows_are_unverifiable_and_said_so(run_dir: RunDir) -> None:
+    report = await audit(run_dir, None)
+    assert report.ok
+    assert report.counts["unverifiable"] == 4
