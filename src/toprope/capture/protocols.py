@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from toprope.errors.tree import CaptureClosed, CaptureError
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.snapshot import Receipt, TokenCaptureSnapshot
 
@@ -24,16 +25,28 @@ class Intent:
 
 
 @dataclass(frozen=True, slots=True)
+class BeginAck:
+    """What `begin_call` of our own stores returns: how many calls and entries the key holds, this intent included.
+
+    A recorder that knows of fewer than that learns here that another process writes to the same rollout.
+    """
+
+    calls: int
+    entries: int
+
+
+@dataclass(frozen=True, slots=True)
 class PutAck:
-    """What `put` of our own stores returns: the key's version after the write."""
+    """What `put` of our own stores returns: the key's version and number of entries after the write."""
 
     version: int
+    entries: int
 
 
 class TokenSink(Protocol):
     """Where the recorder writes."""
 
-    async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
+    async def begin_call(self, rollout_id: str, model_call_id: str) -> object:
         """Once it returns the intent survives a power cut. Twice, or after the call's put: no-op."""
 
     async def put(self, entry: TokenEntry) -> object:
@@ -89,3 +102,51 @@ class ReceiptSource(Protocol):
 
     async def receipts(self, rollout_id: str) -> tuple[Receipt, ...] | None:
         """The receipts of a retired rollout in call order; None if it is not retired."""
+
+
+@dataclass(frozen=True, slots=True)
+class CaptureInfo:
+    """One capture of a store, as `capture ls` shows it.
+
+    `state` is open, frozen or retired; `abandoned` marks evidence that `supersede` set aside. `age_s` counts from the
+    first write, `calls` everything that was begun, put or aborted, `open_intents` the calls without an end so far;
+    `reasons` as in a snapshot, `aborts` the reasons of aborted calls by count, `writer_epochs` the writers whose
+    intents are open.
+    """
+
+    rollout_id: str
+    state: str
+    age_s: float
+    calls: int
+    entries: int
+    open_intents: int
+    incomplete: bool
+    version: int
+    snapshot_id: str | None
+    reasons: tuple[str, ...] = ()
+    aborts: tuple[tuple[str, int], ...] = ()
+    writer_epochs: tuple[str, ...] = ()
+    abandoned: bool = False
+
+
+@runtime_checkable
+class CaptureLister(Protocol):
+    """Optional: what a store still holds, for `capture ls` and explicit garbage collection."""
+
+    async def list_captures(self, *, retired: bool = False) -> tuple[CaptureInfo, ...]:
+        """Every capture that is not retired, oldest first; with `retired` tombstones too. Leaves no trace."""
+
+    async def sweep_retired(self, older_than: float) -> int:
+        """Once it returns the tombstones older than `older_than` seconds are gone (their number); the fence stays."""
+
+
+class EntryConflict(CaptureError):
+    """`put` refused other bytes under a recorded call id. The rollout is marked incomplete already."""
+
+
+def closed(rollout_id: str, phase: str, verb: str) -> CaptureClosed:
+    """The refusal of a verb on a frozen, retired or fenced key; clients are told not to repeat the request."""
+    why = "a later attempt of this rollout has begun, or it was delivered and swept" if phase == "fenced" else phase
+    error = CaptureClosed(f"{verb}: the capture of {rollout_id!r} is closed ({why})")
+    error.headers = {"x-should-retry": "false"}
+    return error

@@ -1,0 +1,131 @@
+"""`SqliteStore`: the default custody. One file per run on a local disk, written and read by several processes.
+
+Puts together the writer (one thread, group commit), the reader (one thread) and the file. What is true when a verb
+returns stands at the verb; how it is made true is theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from toprope.capture.prompts import RecentCalls
+from toprope.capture.protocols import BeginAck, CaptureInfo, Intent, PutAck, closed
+from toprope.capture.sqlite_file import SqliteFile
+from toprope.capture.sqlite_reader import SqliteReader
+from toprope.capture.sqlite_writer import Operation, SqliteWriter
+from toprope.storage.group_commit import GroupCommit
+from toprope.tokens.entry import TokenEntry
+from toprope.tokens.lifecycle import typed_reason
+from toprope.tokens.snapshot import Receipt, TokenCaptureSnapshot
+
+T = TypeVar("T")
+
+
+class SqliteStore:
+    """Sink, source, reader, and every optional verb, over the file `path`, which the first write makes.
+
+    Any number of stores in any number of processes of one machine may use one file. Raises `ConfigError` for a path on
+    a network file system. All verbs raise `CaptureClosed` where the life cycle refuses them, `CaptureError` for a file
+    that is no store of ours, and `sqlite3.Error` when the disk refuses. A caller cancelled while a verb waits does not
+    know whether it took effect. `freeze_listeners` are told the keys that this store froze.
+    """
+
+    durable = True
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        recent_bytes: int = 32 << 20,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.path = Path(path)
+        self._file = SqliteFile(self.path)
+        recent: RecentCalls[tuple[int, str]] = RecentCalls(recent_bytes)
+        self._reader = SqliteReader(self._file, recent, clock)
+        self._read_thread = ThreadPoolExecutor(1, thread_name_prefix="capture-read")
+        writer = SqliteWriter(self._file, recent, clock)
+        self._group: GroupCommit[Operation, Any] = GroupCommit("capture-write", writer.commit, finish=writer.finish)
+        self._closed = False
+        self.freeze_listeners: list[Callable[[str], None]] = []
+
+    async def begin_call(self, rollout_id: str, model_call_id: str, *, intent: Intent | None = None) -> BeginAck:
+        """Once it returns the intent survives a power cut. Known already: no-op."""
+        told = intent or Intent()
+        return cast(BeginAck, await self._write(lambda writer: writer.begin(rollout_id, model_call_id, told)))
+
+    async def put(self, entry: TokenEntry) -> PutAck:
+        """Once it returns the entry survives a power cut and every process sees it. Same bytes again: no-op.
+
+        Other bytes under the same id raise `EntryConflict`, after the rollout was marked incomplete.
+        """
+        return cast(PutAck, await self._write(lambda writer: writer.put(entry)))
+
+    async def abort_call(self, rollout_id: str, model_call_id: str, *, reason: str) -> None:
+        """Once it returns the intent is closed, durably, and does not count as lost. After its put: no-op."""
+        await self._write(lambda writer: writer.abort(rollout_id, model_call_id, reason))
+
+    async def mark_incomplete(self, rollout_id: str, model_call_id: str = "", *, reason: str | None = None) -> None:
+        """Once it returns the loss is durable; `reason` is one of the typed reasons, a detail after a colon."""
+        await self._write(lambda writer: writer.mark(rollout_id, typed_reason(reason, model_call_id)))
+
+    async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
+        """Once it returns the set of entries is final, durably. Again: the same id and entries, the rest as of now."""
+        await self._write(lambda writer: writer.freeze(rollout_id, secrets.token_hex(16)))
+        for listener in self.freeze_listeners:
+            listener(rollout_id)
+        snapshot = await self._read(lambda: self._reader.snapshot(rollout_id))
+        if snapshot is None:  # it was delivered, or set aside, between the two
+            raise closed(rollout_id, "retired", "freeze")
+        return snapshot
+
+    async def drop(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
+        """True once the payload is gone and a tombstone with receipts is durable; False for a stale pair."""
+        receipts = await self._read(lambda: self._reader.receipts_to_keep(rollout_id))
+        return cast(bool, await self._write(lambda writer: writer.drop(rollout_id, snapshot_id, version, receipts)))
+
+    async def receipts(self, rollout_id: str) -> tuple[Receipt, ...] | None:
+        """The receipts of a retired rollout in call order; None if it is not retired."""
+        return await self._read(lambda: self._reader.receipts(rollout_id))
+
+    async def open_entries(self, rollout_id: str, since: int = 0) -> tuple[TokenEntry, ...]:
+        """The acknowledged entries after the first `since`, in order of acknowledgement, with whole prompts."""
+        return await self._read(lambda: self._reader.open_entries(rollout_id, since))
+
+    async def supersede(self, rollout_id: str) -> str | None:
+        """Once it returns the key is new, durably; what stood there is `<key>~<n>`, whose name is returned."""
+        return cast("str | None", await self._write(lambda writer: writer.supersede(rollout_id)))
+
+    async def list_captures(self, *, retired: bool = False) -> tuple[CaptureInfo, ...]:
+        """Every capture that is not retired, oldest first; with `retired` tombstones too."""
+        return await self._read(lambda: self._reader.captures(retired=retired))
+
+    async def sweep_retired(self, older_than: float) -> int:
+        """Once it returns the tombstones older than `older_than` seconds are gone (their number); the fence stays."""
+        if not self._file.exists():
+            return 0
+        return cast(int, await self._write(lambda writer: writer.sweep(older_than)))
+
+    async def close(self) -> None:
+        """Once it returns everything submitted before is durable and no handle is open. Twice: no-op."""
+        if self._closed:
+            return
+        self._closed = True
+        await self._group.close()
+        await asyncio.get_running_loop().run_in_executor(self._read_thread, self._reader.close)
+        self._read_thread.shutdown()
+        self._file.let_go()
+
+    async def _write(self, operation: Operation) -> Any:
+        return await self._group.submit(operation)
+
+    async def _read(self, question: Callable[[], T]) -> T:
+        if self._closed:
+            raise RuntimeError("the capture store is closed")
+        return await asyncio.get_running_loop().run_in_executor(self._read_thread, question)
