@@ -5,6 +5,7 @@ Left to others: which settings there are (`settings`), reading files (`load`), b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from toprope.launch.settings import (
 )
 from toprope.launch.strict import Where, nearest, read, refuse_unknown, shown
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 LOOPBACK = ("127.0.0.1", "localhost")
 
 
@@ -61,6 +63,11 @@ def read_configuration(values: Mapping[str, Any], *, file: str, directory: Path)
     top = read(dict(values), Config, where)
     if not top.servers:
         raise ConfigError(f"{where.at('servers')}: no server is named; accepted: names with a role each.")
+    for name in top.servers:
+        if not _NAME.fullmatch(name):
+            raise ConfigError(
+                f"{where.at('servers')}: {shown(name)} cannot name a server; accepted: letters, digits, . _ and -."
+            )
     servers = {name: _read_server(value, where.at("servers").at(name)) for name, value in top.servers.items()}
     configuration = Configuration(
         file=file, directory=directory, servers=servers, run=top.run, capture=top.token_id_capture

@@ -9,7 +9,15 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
-from toprope.launch.settings import ROLES, CaptureConfig, Config, EnvironmentShare, RunConfig, TaskSource, TransportConfig
+from toprope.launch.settings import (
+    ROLES,
+    CaptureConfig,
+    Config,
+    EnvironmentShare,
+    RunConfig,
+    TaskSource,
+    TransportConfig,
+)
 from toprope.launch.strict import type_name
 
 INTRODUCTION = """\

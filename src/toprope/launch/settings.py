@@ -90,6 +90,10 @@ class AgentConfig(_Server, frozen=True, kw_only=True):
     token_id_capture: Annotated[bool, Meta(description="Capture the tokens of this agent's rollouts.")] = False
     max_steps: Annotated[Count | None, Meta(description="Model calls in one activation, at most.")] = None
     allow_sessionless: Annotated[bool, Meta(description="Serve calls that belong to no session.")] = False
+    close_reply: Annotated[
+        Literal["required", "optional"],
+        Meta(description="`optional`: verify also when the close of its session stays without an answer."),
+    ] = "required"
 
 
 class EnvironmentConfig(_Server, frozen=True, kw_only=True):
@@ -105,8 +109,9 @@ class EnvironmentConfig(_Server, frozen=True, kw_only=True):
         Meta(description="How the agent is given the environment's tools; none by default."),
     ] = []
     gradable_on_timeout: Annotated[
-        bool, Meta(description="Verify the partial output of an agent that ran out of time.")
-    ] = False
+        bool | None,
+        Meta(description="Verify the partial output of an agent that ran out of time; absent: as its class says."),
+    ] = None
     max_concurrent_episodes: Annotated[Count | None, Meta(description="Episodes at once; none: no limit here.")] = None
     queue_timeout_s: Annotated[PositiveSeconds, Meta(description="How long an episode may wait for admission.")] = 600
     episode_timeout_s: Annotated[PositiveSeconds, Meta(description="Bound of an episode, without clean-up.")] = 3600

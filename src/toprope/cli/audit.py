@@ -1,0 +1,50 @@
+"""`toprope audit`: prove a run against its capture record and its journal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def audit(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a run.")],
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of text.")] = False,
+) -> None:
+    """Prove a run: every trained token was sampled by a recorded call exactly once, and nothing is unaccounted for.
+
+    Exit status 1 on any breach.
+
+    \b
+    toprope audit runs/20260101-120000-demo-1a2b
+    """
+    from toprope.cli.interrupts import Interrupts, run_async
+    from toprope.collector.audit import AuditReport
+    from toprope.collector.audit import audit as prove
+    from toprope.launch.evidence import capture_store, existing_directory
+
+    run_dir = existing_directory(directory)
+
+    async def command(_: Interrupts) -> AuditReport:
+        async with capture_store(run_dir) as store:
+            return await prove(run_dir, store)
+
+    report = run_async(command)
+    if json:
+        _print_json(report)
+    else:
+        for breach in report.breaches:
+            typer.echo(f"breach: {breach}")
+        for note in report.notes:
+            typer.echo(f"note: {note}")
+        typer.echo(", ".join(f"{name} {count}" for name, count in report.counts.items()))
+        typer.echo("audit: proven" if report.ok else f"audit: {len(report.breaches)} breaches")
+    raise typer.Exit(0 if report.ok else 1)
+
+
+def _print_json(report: object) -> None:
+    import msgspec
+
+    value = msgspec.to_builtins(report)
+    typer.echo(msgspec.json.encode({"ok": not value["breaches"], **value}).decode())

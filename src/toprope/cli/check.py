@@ -1,0 +1,50 @@
+"""`toprope check`: validate a configuration and its servers without running anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from toprope.launch.serving import CheckReport
+
+
+def check(
+    config: Annotated[Path, typer.Argument(help="The configuration, one YAML file.")],
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a table.")] = False,
+) -> None:
+    """Validate a configuration and ask its servers: names, tasks, engines, grants. Nothing runs, nothing is written.
+
+    \b
+    toprope check sums.yaml
+    """
+    import os
+
+    import msgspec
+
+    from toprope.cli.interrupts import Interrupts, run_async
+    from toprope.cli.tables import columns
+    from toprope.launch.config import load_configuration
+    from toprope.launch.construct import importable
+    from toprope.launch.serving import check as ask
+
+    configuration = load_configuration(config, set_ or [], os.environ)
+    importable(config.parent, Path.cwd())
+
+    async def command(_: Interrupts) -> CheckReport:
+        return await ask(configuration)
+
+    report = run_async(command)
+    if json:
+        typer.echo(msgspec.json.encode(report).decode())
+        return
+    rows = [(found.name, found.role, found.where, "; ".join(found.facts)) for found in report.servers]
+    typer.echo(columns(["server", "role", "where", "what it said"], rows), nl=False)
+    if report.tasks is not None:
+        typer.echo(f"a run would have {report.tasks} tasks and {report.rollouts} rollouts")
+    typer.echo(f"{config}: nothing stands in the way of a run")

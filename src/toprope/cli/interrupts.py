@@ -1,0 +1,58 @@
+"""One event loop for a command, and what Ctrl-C does to it: once stops in order, twice ends at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class Interrupts:
+    """Counts SIGINT and SIGTERM. The first calls `on_first` (default: cancel the command), the second ends at once."""
+
+    def __init__(self, task: asyncio.Task[Any]) -> None:
+        self.count = 0
+        self.on_first: Callable[[], object] = task.cancel
+
+    def __call__(self) -> None:
+        self.count += 1
+        if self.count == 1:
+            self.on_first()
+        else:
+            # Rows and records are appended whole and synced, so there is nothing that leaving now could tear.
+            print("\ntoprope: interrupted twice, ended at once", file=sys.stderr, flush=True)
+            os._exit(130)
+
+
+def run_async(command: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
+    """Run `command` to its end. Raises `KeyboardInterrupt` if a signal cancelled it."""
+
+    async def main() -> T:
+        loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        interrupts = Interrupts(task)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(NotImplementedError, ValueError):  # not the main thread: the caller has signals
+                loop.add_signal_handler(number, interrupts)
+        try:
+            return await command(interrupts)
+        except asyncio.CancelledError:
+            if interrupts.count:
+                raise KeyboardInterrupt from None
+            raise
+
+    return _with_uvloop(main)
+
+
+def _with_uvloop(main: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    import uvloop
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(main())

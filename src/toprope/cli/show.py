@@ -1,0 +1,5 @@
+"""`toprope show`."""
+
+
+def show() -> None:
+    """Show."""

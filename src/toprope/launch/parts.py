@@ -1,0 +1,71 @@
+"""What a configuration names, built and not started: engines, environments, agents.
+
+Nothing here binds, writes or asks anybody, so that a bad setting is found before anything exists. Left to others: the
+servers around these parts and their life (`world`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from toprope.errors.tree import ConfigError
+from toprope.http.client import Client
+from toprope.launch.config import Configuration
+from toprope.launch.construct import GROUPS, build, find
+from toprope.launch.settings import AgentConfig, ModelConfig, ResourcesConfig
+from toprope.launch.strict import Where, shown
+from toprope.servers.agent.agent import Agent
+from toprope.servers.model.engines.base import Engine
+from toprope.servers.resources.environment import Environment
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The engines, environments and agents of the servers that run here, by server name."""
+
+    engines: Mapping[str, Engine]
+    environments: Mapping[str, Environment]
+    agents: Mapping[str, Agent]
+
+
+def build_parts(configuration: Configuration, client: Client) -> Parts:
+    """Build every part. Raises `ConfigError` naming the key of what cannot be built."""
+    servers = Where(configuration.file).at("servers")
+    engines: dict[str, Engine] = {}
+    environments: dict[str, Environment] = {}
+    agents: dict[str, Agent] = {}
+    for name, config in configuration.servers.items():
+        where = servers.at(name)
+        if config.url is not None:
+            continue
+        if isinstance(config, ModelConfig):
+            engines[name] = _engine(config.engine, where.at("engine"), client)
+        elif isinstance(config, ResourcesConfig):
+            environments[name] = _named(config.use, "resources", config.config, where, Environment)
+        elif isinstance(config, AgentConfig):
+            agents[name] = _named(config.use, "agent", config.config, where, Agent)
+    return Parts(engines, environments, agents)
+
+
+def _engine(settings: Mapping[str, Any], where: Where, client: Client) -> Engine:
+    kind = settings.get("kind")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{where.at('kind')}: this key is required; accepted: embedded, openai, or module:Class.")
+    given = {name: value for name, value in settings.items() if name != "kind"}
+    engine = build(find(kind, GROUPS["engine"], where.at("kind")), given, where, offered={"client": client})
+    for verb in ("capabilities", "start", "generate", "close"):
+        if not hasattr(engine, verb):
+            raise ConfigError(f"{where.at('kind')}: {shown(kind)} is no engine: it has no {verb!r}.")
+    found: Engine = engine
+    return found
+
+
+def _named(use: str | None, role: str, config: Mapping[str, Any], where: Where, base: type[Any]) -> Any:
+    assert use is not None  # `config` requires it of a server that runs here
+    target = find(use, GROUPS[role], where.at("use"))
+    part = build(target, config, where.at("config"))
+    if not isinstance(part, base):
+        raise ConfigError(f"{where.at('use')}: {shown(use)} is no {base.__name__}; accepted: a subclass of it.")
+    return part

@@ -1,0 +1,188 @@
+"""One run of a configuration: parts, tasks, servers, collector, in the order in which a mistake costs least.
+
+Settings, parts and tasks are checked before anything exists; engines are started and asked before the run directory
+holds a run; whatever fails before that leaves no directory behind. Left to others: the run itself (`collector`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from toprope import __version__
+from toprope.collector.collect import Collector
+from toprope.collector.events import Observer
+from toprope.collector.settings import CaptureSettings, Destination, RunSettings
+from toprope.collector.summary import Summary
+from toprope.collector.tasks import SourceTask
+from toprope.errors.tree import ConfigError
+from toprope.http.client import Client
+from toprope.launch.config import Configuration
+from toprope.launch.parts import Parts, build_parts
+from toprope.launch.settings import AgentConfig, EnvironmentConfig, EnvironmentShare, RunConfig
+from toprope.launch.strict import Where
+from toprope.launch.tasks import gather_tasks
+from toprope.launch.workspace import Workspace, default_directory
+from toprope.launch.world import World
+from toprope.servers.environment.participant import SessionReport
+
+_PLACES = frozenset({"url", "place", "host", "port", "api_key", "workers"})
+"""Settings that say where a server runs; they may change between a run and its resumption."""
+
+
+class RunJob:
+    """A run that is ready to start: every setting, part and task was checked. Raises `ConfigError` if one is wrong."""
+
+    def __init__(self, configuration: Configuration, *, tasks: Path | None = None) -> None:
+        self.configuration = configuration
+        self.run = require_run(configuration)
+        self.client = Client(
+            transport_budget_s=self.run.transport.budget_s, transport_attempts=self.run.transport.attempts
+        )
+        self.parts = build_parts(configuration, self.client)
+        self.tasks: Sequence[SourceTask] = gather_tasks(configuration, self.run, self.parts, file=tasks)
+        self.collector: Collector | None = None
+        check_capture(configuration, self.parts)
+
+    async def collect(
+        self, *, observers: Sequence[Observer] = (), ready: Callable[[Collector], None] | None = None
+    ) -> Summary:
+        """Run it. On return everything is on disk and nothing runs any more; `ready` gets the collector, to stop it.
+
+        Raises `ConfigError` and `EngineUnavailable` with nothing left behind.
+        """
+        workspace = await asyncio.to_thread(self._workspace)
+        try:
+            world = World(
+                self.configuration,
+                self.parts,
+                self.client,
+                workspace=workspace,
+                capture=self.configuration.capture.enabled,
+                on_session=self._session,
+            )
+            await world.start()
+            try:
+                check_capture(self.configuration, self.parts)  # again: some engines know only once they are up
+                self.collector = collector = self._collector(world, workspace, observers)
+                if ready is not None:
+                    ready(collector)
+                return await collector.collect(self.tasks)
+            finally:
+                await world.stop()
+        finally:
+            await asyncio.to_thread(workspace.abandon)
+
+    def _workspace(self) -> Workspace:
+        return Workspace(Path(self.run.out).expanduser() if self.run.out else default_directory(self.name))
+
+    @property
+    def name(self) -> str:
+        """What the run is called: its setting, else the file's name."""
+        return self.run.name or Path(self.configuration.file).stem
+
+    def _collector(self, world: World, workspace: Workspace, observers: Sequence[Observer]) -> Collector:
+        capture = self.configuration.capture
+        return Collector(
+            run_dir=workspace.run_dir,
+            environments={key: self._destination(world, share) for key, share in shares(self.run).items()},
+            source=world.store,
+            settings=RunSettings(
+                name=self.name,
+                repeats=self.run.repeats,
+                concurrency=self.run.concurrency,
+                max_attempts=self.run.max_attempts,
+                min_coverage=self.run.min_coverage,
+                budget_s=self.run.budget_s,
+                request_timeout_s=_longest_episode(self.configuration),
+                scoring={"servers": scoring_settings(self.configuration)},
+                servers={
+                    name: f"toprope {__version__}" if config.url is None else config.url
+                    for name, config in self.configuration.servers.items()
+                },
+            ),
+            capture=CaptureSettings(
+                enabled=capture.enabled,
+                all_agents=capture.all_agents,
+                rebuild_response=capture.rebuild_response,
+                max_mask_fraction=capture.max_mask_fraction,
+                mask_fraction_min_samples=capture.mask_fraction_min_samples,
+                settle_s=capture.settle_s,
+            ),
+            observers=observers,
+        )
+
+    def _destination(self, world: World, share: EnvironmentShare) -> Destination:
+        config = self.configuration.servers[share.environment]
+        assert isinstance(config, EnvironmentConfig)
+        selected = config.agent is not None and self.configuration.captured(config.agent)
+        return Destination(
+            peer=world.peer(share.environment),
+            name=share.environment,
+            selected=selected,
+            weight=share.weight,
+            sampling=share.sampling,
+        )
+
+    async def _session(self, report: SessionReport) -> None:
+        told = self.collector.session(report) if self.collector is not None else None
+        if told is not None:
+            await told
+
+
+def require_run(configuration: Configuration) -> RunConfig:
+    """The `run` section. Raises `ConfigError` if there is none, or no environment in it."""
+    where = Where(configuration.file).at("run")
+    if configuration.run is None:
+        raise ConfigError(f"{where}: this key is required to run; accepted: {{environment, tasks, ...}}.")
+    if not configuration.run.environment:
+        names = ", ".join(configuration.named(EnvironmentConfig)) or "none is configured"
+        raise ConfigError(f"{where.at('environment')}: this key is required to run; accepted: {names}.")
+    return configuration.run
+
+
+def shares(run: RunConfig) -> dict[str, EnvironmentShare]:
+    """Where each task set goes; `*` stands for every other one."""
+    if isinstance(run.environment, str):
+        return {"*": EnvironmentShare(environment=run.environment)}
+    return {
+        taskset: EnvironmentShare(environment=share) if isinstance(share, str) else share
+        for taskset, share in (run.environment or {}).items()
+    }
+
+
+def check_capture(configuration: Configuration, parts: Parts) -> None:
+    """Raise `ConfigError` if an agent is to be captured on an engine that gives no token ids."""
+    for name, agent in configuration.named(AgentConfig).items():
+        engine = parts.engines.get(agent.model or "")
+        if engine is not None and configuration.captured(name) and not engine.capabilities.returns_ids:
+            raise ConfigError(
+                f"{Where(configuration.file).at('servers').at(agent.model)}: token capture is on for the agent "
+                f"{name!r}, but this engine returns no token ids; accepted: an engine that does (for an endpoint that "
+                "can, set return_token_ids: true), or token_id_capture: {enabled: false}."
+            )
+
+
+def scoring_settings(configuration: Configuration) -> dict[str, Mapping[str, Any]]:
+    """Every setting of the servers that changes what a reward means; no secrets, no addresses."""
+    out: dict[str, Mapping[str, Any]] = {}
+    for name, config in configuration.servers.items():
+        values = {key: value for key, value in msgspec.to_builtins(config).items() if key not in _PLACES}
+        if "engine" in values:
+            engine = values["engine"]
+            values["engine"] = {key: engine[key] for key in engine if key not in ("api_key", "base_url")}
+        out[name] = values
+    return out
+
+
+def _longest_episode(configuration: Configuration) -> float:
+    """A guard above every deadline that an environment server keeps itself, in seconds."""
+    bounds: list[float] = [
+        config.queue_timeout_s + config.episode_timeout_s + 2 * config.cleanup_timeout_s
+        for config in configuration.named(EnvironmentConfig).values()
+    ]
+    return 60.0 + max(bounds)

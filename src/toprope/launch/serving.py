@@ -1,0 +1,127 @@
+"""The servers of a configuration without a run: kept up for others (`serve`), or looked at once (`check`)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from toprope.errors.tree import ConfigError, TransportError
+from toprope.http.client import Client
+from toprope.launch.config import Configuration
+from toprope.launch.parts import Parts, build_parts
+from toprope.launch.run import check_capture, require_run, shares
+from toprope.launch.settings import AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig, TransportConfig
+from toprope.launch.strict import Where
+from toprope.launch.tasks import gather_tasks
+from toprope.launch.workspace import Workspace
+from toprope.launch.world import ServerAddress, World, role_of
+
+PROBE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What `check` knows of one server."""
+
+    name: str
+    role: str
+    where: str
+    facts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """Every server of a configuration, and how many tasks a run would have (None without `run.tasks`)."""
+
+    servers: tuple[Finding, ...]
+    tasks: int | None
+    rollouts: int | None
+
+
+async def serve_until(
+    configuration: Configuration, out: Path, up: Callable[[Sequence[ServerAddress]], Awaitable[None]]
+) -> None:
+    """Start every server on a socket, tell `up` where they are, and stop them when it returns or is cancelled.
+
+    Captures go to `out`. Raises `ConfigError` and `EngineUnavailable` with nothing left behind.
+    """
+    client = _client(configuration)
+    parts = build_parts(configuration, client)
+    check_capture(configuration, parts)
+    workspace = await asyncio.to_thread(Workspace, out)
+    world = World(configuration, parts, client, workspace=workspace, capture=True, bind=True)
+    try:
+        await world.start()
+    except BaseException:
+        await asyncio.to_thread(workspace.abandon)
+        raise
+    try:
+        await up([world.addresses[name] for name in configuration.servers])
+    finally:
+        await world.stop()
+
+
+async def check(configuration: Configuration) -> CheckReport:
+    """Build, start and ask everything, run nothing, leave nothing. Raises `ConfigError` for what would not run."""
+    client = _client(configuration)
+    parts = build_parts(configuration, client)
+    tasks = rollouts = None
+    if configuration.run is not None and configuration.run.tasks is not None:
+        run = require_run(configuration)
+        found = gather_tasks(configuration, run, parts, file=None)
+        tasks, rollouts = len(found), len(found) * run.repeats
+        served = shares(run)
+        for task in found:
+            if task.taskset not in served and "*" not in served:
+                raise ConfigError(
+                    f"{task.where}: no environment serves the task set {task.taskset!r}; "
+                    f"run.environment names: {', '.join(sorted(served))}."
+                )
+    world = World(configuration, parts, client, workspace=None, capture=False)
+    await world.start()
+    try:
+        check_capture(configuration, parts)
+        await asyncio.gather(*(_probe(world, name) for name in configuration.servers))
+        return CheckReport(tuple(_finding(world, parts, name) for name in configuration.servers), tasks, rollouts)
+    finally:
+        await world.stop()
+
+
+def _client(configuration: Configuration) -> Client:
+    transport = configuration.run.transport if configuration.run is not None else TransportConfig()
+    return Client(transport_budget_s=transport.budget_s, transport_attempts=transport.attempts)
+
+
+async def _probe(world: World, name: str) -> None:
+    """Any answer will do: strangers need not know our health routes."""
+    config = world.configuration.servers[name]
+    if config.url is None:
+        return
+    try:
+        await world.client.peer(config.url, None, api_key=config.api_key).request("GET", "/health", timeout_s=PROBE_S)
+    except TransportError as error:
+        where = Where(world.configuration.file).at("servers").at(name).at("url")
+        raise ConfigError(f"{where}: {config.url} does not answer: {error.message}") from error
+
+
+def _finding(world: World, parts: Parts, name: str) -> Finding:
+    config = world.configuration.servers[name]
+    facts: list[str] = []
+    if isinstance(config, ModelConfig) and name in parts.engines:
+        engine = parts.engines[name]
+        ids = "returns token ids" if engine.capabilities.returns_ids else "returns no token ids"
+        facts += [f"{type(engine).__name__} answers", ids, f"{engine.capabilities.logprobs_mode} logprobs"]
+    elif isinstance(config, ResourcesConfig) and name in parts.environments:
+        tools = ", ".join(parts.environments[name].tools)
+        facts += [type(parts.environments[name]).__name__, f"tools: {tools}" if tools else "no tools"]
+    elif isinstance(config, AgentConfig):
+        captured = world.configuration.captured(name)
+        facts += [f"model: {config.model}", "tokens are captured" if captured else "not captured"]
+    elif isinstance(config, EnvironmentConfig):
+        grants = ", ".join(config.tools)
+        facts += [f"{config.agent} in {config.resources}", f"grants: {grants}" if grants else "no grants"]
+    if config.url is not None:
+        facts.append("answers")
+    return Finding(name, role_of(config), world.addresses[name].url, tuple(facts))

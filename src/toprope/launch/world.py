@@ -1,0 +1,253 @@
+"""A running system: every server of a configuration, built around its parts, started, reachable, and stopped again.
+
+The composition root: who gets which collaborator stands here and nowhere else. Servers start in the order model,
+resources, agent, environment, so that each finds the ones it calls, and stop in reverse. Left to others: parts
+(`parts`), settings (`config`), what is run on it (`run`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import cast
+
+from toprope.capture.memory_store import MemoryStore
+from toprope.capture.recorder import Recorder
+from toprope.capture.sqlite_store import SqliteStore
+from toprope.errors.tree import ConfigError, TopropeError
+from toprope.http.app import ServerApp
+from toprope.http.client import Client, Peer, Role
+from toprope.http.serve import BoundServer, serve
+from toprope.launch.config import Configuration
+from toprope.launch.construct import GROUPS, build, find
+from toprope.launch.parts import Parts
+from toprope.launch.settings import ROLES, AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig, ServerConfig
+from toprope.launch.strict import Where, shown
+from toprope.launch.workspace import Workspace
+from toprope.servers.agent.server import AgentServer
+from toprope.servers.environment.base import EnvironmentServer
+from toprope.servers.environment.participant import SessionReport
+from toprope.servers.model.server import ModelServer
+from toprope.servers.resources.server import ResourcesServer
+from toprope.telemetry.calls import CallLog
+
+log = logging.getLogger(__name__)
+
+Store = SqliteStore | MemoryStore
+OnSession = Callable[[SessionReport], Awaitable[None] | None]
+
+
+@dataclass(frozen=True, slots=True)
+class ServerAddress:
+    """A server that is up: where it is reached, in this process (`inline://`) or over HTTP."""
+
+    name: str
+    role: str
+    url: str
+
+
+def role_of(config: ServerConfig) -> Role:
+    """The role that a server's settings are of."""
+    return cast(Role, next(role for role, kind in ROLES.items() if isinstance(config, kind)))
+
+
+class World:
+    """The servers of one configuration. `capture`: give every model server a recorder. `bind`: listen on a socket.
+
+    `workspace` None works in memory only (nothing is written, nothing captured). `on_session` hears of each session.
+    """
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        parts: Parts,
+        client: Client,
+        *,
+        workspace: Workspace | None,
+        capture: bool,
+        bind: bool = False,
+        on_session: OnSession | None = None,
+    ) -> None:
+        self.configuration = configuration
+        self.parts = parts
+        self.client = client
+        self.store: Store | None = None
+        self.addresses: dict[str, ServerAddress] = {}
+        self._bind_all = bind
+        self._on_session = on_session
+        self._apps: list[ServerApp] = []
+        self._bound: list[BoundServer] = []
+        self._key = workspace.signing_key() if workspace is not None else secrets.token_bytes(32)
+        self._calls = CallLog(workspace.calls) if workspace is not None else None
+        if workspace is not None and capture:
+            in_memory = configuration.capture.store == "memory"
+            self.store = MemoryStore() if in_memory else SqliteStore(workspace.run_dir.capture_db)
+
+    async def start(self) -> None:
+        """On return every server can be called, engines included. Raises what the first that cannot start raises."""
+        try:
+            for role in ROLES.values():
+                await self._start_role(role)
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def stop(self) -> None:
+        """On return nothing of this world runs and every handle is closed. Each step is tried, whatever others did."""
+        for server in reversed(self._bound):
+            await _quietly(server.close(), server.app.name)
+        for app in reversed(self._apps):
+            await _quietly(app.stop(), app.name)
+        if self.store is not None:
+            await _quietly(self.store.close(), "the capture store")
+        if self._calls is not None:
+            self._calls.close()
+        await _quietly(self.client.close(), "the client")
+
+    def peer(self, name: str) -> Peer:
+        """The server `name` as this process reaches it: inline where it runs here, else at its URL."""
+        config = self.configuration.servers[name]
+        return self.client.peer(config.url or f"inline://{name}", role_of(config), api_key=config.api_key)
+
+    def reached_by(self, caller: str, name: str) -> Peer:
+        """The server `name` as the server `caller` reaches it: over HTTP if the caller runs elsewhere."""
+        if self.configuration.servers[caller].url is None:
+            return self.peer(name)
+        config = self.configuration.servers[name]
+        return self.client.peer(self.addresses[name].url, role_of(config), api_key=config.api_key)
+
+    async def _start_role(self, role: type[ServerConfig]) -> None:
+        apps: dict[str, ServerApp] = {}
+        for name, config in self.configuration.named(role).items():
+            if config.url is None:
+                apps[name] = self._build(name, config)
+                self.client.register(f"inline://{name}", apps[name])
+            else:
+                self.addresses[name] = ServerAddress(name, role_of(config), config.url)
+        self._apps += apps.values()
+        await _all(app.start() for app in apps.values())
+        for name, app in apps.items():
+            config = self.configuration.servers[name]
+            url = f"inline://{name}"
+            if self._must_bind(config):
+                bound = await serve(app, host=config.host, port=config.port or 0)
+                self._bound.append(bound)
+                url = bound.url
+            self.addresses[name] = ServerAddress(name, role_of(config), url)
+
+    def _must_bind(self, config: ServerConfig) -> bool:
+        """Whether something outside this process may have to reach the server."""
+        if self._bind_all or config.port is not None:
+            return True
+        elsewhere = [other for other in self.configuration.servers.values() if other.url is not None]
+        callers: dict[type, tuple[type[ServerConfig], ...]] = {
+            ModelConfig: (AgentConfig, ResourcesConfig, EnvironmentConfig),
+            ResourcesConfig: (AgentConfig, EnvironmentConfig),
+            AgentConfig: (EnvironmentConfig,),
+        }
+        return any(isinstance(other, callers.get(type(config), ())) for other in elsewhere)
+
+    def _build(self, name: str, config: ServerConfig) -> ServerApp:
+        where = Where(self.configuration.file).at("servers").at(name)
+        try:
+            if isinstance(config, ModelConfig):
+                return self._model(name, config, where)
+            if isinstance(config, ResourcesConfig):
+                return self._resources(name, config)
+            if isinstance(config, AgentConfig):
+                return self._agent(name, config)
+            return self._environment(name, config, where)
+        except (ConfigError, ValueError) as error:
+            if str(error).startswith(str(where)):
+                raise
+            raise ConfigError(f"{where}: {error}") from error
+
+    def _model(self, name: str, config: ModelConfig, where: Where) -> ServerApp:
+        target = ModelServer
+        if config.use is not None:
+            found = find(config.use, "toprope.models", where.at("use"))
+            if not isinstance(found, type) or not issubclass(found, ModelServer):
+                raise ConfigError(f"{where.at('use')}: {shown(config.use)} is no ModelServer; accepted: a subclass.")
+            target = found
+        recorder = None
+        if self.store is not None:
+            recorder = Recorder(
+                self.store, reader=self.store, on_capture_error=self.configuration.capture.on_capture_error
+            )
+        return target(
+            name=name,
+            engine=self.parts.engines[name],
+            recorder=recorder,
+            identity=config.identity,
+            capture_unprefixed=config.capture,
+            call_log=self._calls,
+            api_key=config.api_key,
+        ).app
+
+    def _resources(self, name: str, config: ResourcesConfig) -> ServerApp:
+        return ResourcesServer(
+            name=name,
+            environment=self.parts.environments[name],
+            signing_key=self._key,
+            session_ttl_s=config.session_ttl_s,
+            api_key=config.api_key,
+        ).app
+
+    def _agent(self, name: str, config: AgentConfig) -> ServerApp:
+        assert config.model is not None
+        return AgentServer(
+            name=name,
+            agent=self.parts.agents[name],
+            model=self.peer(config.model),
+            client=self.client,
+            signing_key=self._key,
+            allow_sessionless=config.allow_sessionless,
+            max_steps=config.max_steps,
+            api_key=config.api_key,
+        ).app
+
+    def _environment(self, name: str, config: EnvironmentConfig, where: Where) -> ServerApp:
+        assert config.resources is not None
+        assert config.agent is not None
+        agent = self.configuration.servers[config.agent]
+        environment = self.parts.environments.get(config.resources)
+        gradable = config.gradable_on_timeout
+        if gradable is None:
+            gradable = environment is not None and environment.gradable_on_timeout
+        return EnvironmentServer(
+            name=name,
+            protocol=build(find(config.use, GROUPS["environment"], where.at("use")), {}, where),
+            resources=self.peer(config.resources),
+            agent=self.peer(config.agent),
+            capture=self.configuration.captured(config.agent),
+            tools=config.tools,
+            tools_peer=self.reached_by(config.agent, config.resources),
+            gradable_on_timeout=gradable,
+            close_reply=agent.close_reply if isinstance(agent, AgentConfig) else "required",
+            max_concurrent_episodes=config.max_concurrent_episodes,
+            queue_timeout_s=config.queue_timeout_s,
+            episode_timeout_s=config.episode_timeout_s,
+            agent_timeout_s=config.agent_timeout_s,
+            verify_timeout_s=config.verify_timeout_s,
+            cleanup_timeout_s=config.cleanup_timeout_s,
+            on_session=self._on_session,
+            api_key=config.api_key,
+        ).app
+
+
+async def _all(starts: Iterator[Awaitable[None]]) -> None:
+    """Await all to their end, so that each one that started can be stopped; then raise the first error."""
+    results = await asyncio.gather(*starts, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+
+
+async def _quietly(step: Awaitable[None], what: str) -> None:
+    try:
+        await step
+    except (TopropeError, OSError, RuntimeError) as error:  # one that cannot stop must not keep the others running
+        log.warning("%s did not stop cleanly: %s", what, error)
