@@ -1,4 +1,6 @@
-"""Header fields as they stand on the wire: lower-case names, latin-1 bytes, repeats kept, looked up without case.
+"""Header fields as they stand on the wire: lower-case names, bytes, repeats kept, looked up without case.
+
+Values beyond ASCII are UTF-8, as the HTTP client underneath writes them; what is no UTF-8 is read as latin-1.
 
 Left to others: what a header means.
 """
@@ -30,19 +32,19 @@ class Headers(Mapping[str, str]):
         return cls([raw_field(name, value) for name, value in fields.items()]) if fields else EMPTY
 
     def __getitem__(self, name: str) -> str:
-        wanted = name.lower().encode("latin-1")
+        wanted = name.lower().encode("utf-8")
         for key, value in self.raw:
             if key == wanted:
-                return value.decode("latin-1")
+                return _text(value)
         raise KeyError(name)
 
     def get_all(self, name: str) -> list[str]:
         """Every value sent under `name`, in order."""
-        wanted = name.lower().encode("latin-1")
-        return [value.decode("latin-1") for key, value in self.raw if key == wanted]
+        wanted = name.lower().encode("utf-8")
+        return [_text(value) for key, value in self.raw if key == wanted]
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and any(key == name.lower().encode("latin-1") for key, _ in self.raw)
+        return isinstance(name, str) and any(key == name.lower().encode("utf-8") for key, _ in self.raw)
 
     def __iter__(self) -> Iterator[str]:
         return iter(dict.fromkeys(key.decode("latin-1") for key, _ in self.raw))
@@ -60,15 +62,22 @@ class Headers(Mapping[str, str]):
         return f"Headers({', '.join(self)})"  # names only: values may be secrets
 
 
+def _text(value: bytes) -> str:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return value.decode("latin-1")
+
+
 EMPTY = Headers()
 
 
 def raw_field(name: str, value: str) -> tuple[bytes, bytes]:
-    """One pair for the wire. Raises `ValueError` for line breaks, control characters and what is not latin-1."""
+    """One pair for the wire. Raises `ValueError` for line breaks, control characters and lone surrogates."""
     try:
-        key, data = name.lower().encode("ascii"), value.encode("latin-1")
+        key, data = name.lower().encode("ascii"), value.encode("utf-8")
     except UnicodeEncodeError:
-        raise ValueError(f"header {name!r}: names are ASCII and values latin-1") from None
+        raise ValueError(f"header {name!r}: names are ASCII and values UTF-8") from None
     if not key or _BAD_NAME.search(key) or _BAD_VALUE.search(data):
         raise ValueError(f"header {name!r}: a name is a token, a value has no line breaks or control characters")
     return key, data

@@ -42,7 +42,7 @@ class HttpTransport:
                 exchange.method,
                 URL(f"{exchange.origin}{exchange.target}", encoded=True),
                 data=_sendable(exchange.body),
-                headers=[(name.decode("latin-1"), value.decode("latin-1")) for name, value in exchange.headers],
+                headers=[(name.decode("ascii"), value.decode("utf-8")) for name, value in exchange.headers],
                 timeout=aiohttp.ClientTimeout(total=exchange.timeout_s, connect=exchange.connect_timeout_s),
                 allow_redirects=False,
             ) as response:
