@@ -85,6 +85,18 @@ def request_items(request: ResponsesRequest) -> tuple[Item, ...]:
     return ({"type": "message", "role": "system", "content": request.instructions}, *request.input)
 
 
+_MEDIA = frozenset(("input_image", "input_audio", "input_file", "image_url"))
+
+
+def has_media(request: ResponsesRequest) -> bool:
+    """Whether any item holds an image, sound or file, so that its prompt ids stand for more than text."""
+    for item in request.input:
+        content = item.get("output") if item.get("type") == "function_call_output" else item.get("content")
+        if isinstance(content, list) and any(isinstance(p, dict) and p.get("type") in _MEDIA for p in content):
+            return True
+    return False
+
+
 def sampling_of(request: ResponsesRequest) -> dict[str, Any]:
     """The sampling parameters a request names; what it leaves out is the engine's default and is not invented."""
     names = ("temperature", "top_p", "top_k", "seed", "max_output_tokens")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from toprope.capture.protocols import Intent
 from toprope.capture.recorder import CallEvidence, Recorder
 from toprope.correlation.context import RolloutContext
-from toprope.dialects.pivot import request_items, sampling_of
+from toprope.dialects.pivot import has_media, request_items, sampling_of
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import Forbidden, ModelContextLength, TopropeError
 from toprope.servers.model.call import ModelCall
@@ -54,7 +54,8 @@ class Custody:
     async def abort(self, call: ModelCall, reason: str) -> None:
         """On return the intent is closed: nothing was sampled that an agent could keep."""
         if call.captured and call.rollout_id is not None:
-            await self.require().abort(call.rollout_id, call.call_id, reason)
+            items = request_items(call.request)
+            await self.require().abort(call.rollout_id, call.call_id, reason, request_items=items)
 
     async def record(self, call: ModelCall, made: EngineReply, response_id: str) -> None:
         """On return the call is durable, or the rollout is marked incomplete with the reason."""
@@ -76,11 +77,13 @@ class Custody:
                 request_digest=call.request_digest,
                 logprobs_mode=self._logprobs_mode,
                 dialect=call.dialect,
+                media=has_media(call.request),
             )
         )
 
+    @staticmethod
     @contextmanager
-    def watched(self) -> Iterator[list[str]]:
+    def watched() -> Iterator[list[str]]:
         """The ids of the calls that are begun inside the `with` statement, also in tasks started there."""
         begun: list[str] = []
         token = _begun.set(begun)

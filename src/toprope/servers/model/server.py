@@ -8,7 +8,6 @@ dialects mean (`toprope.dialects`), tokens and parents (`toprope.capture.recorde
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -200,7 +199,7 @@ class ModelServer:
                 EngineRequest(call.request, call.call_id, call.session, call.want_tokens, call.dialect, call.body)
             )
         except BaseException as error:
-            await asyncio.shield(self._custody.abort(call, abort_reason(error)))
+            await self._custody.abort(call, abort_reason(error))
             raise
         made = finished(call, made)
         await self._custody.record(call, made, response_id(call))

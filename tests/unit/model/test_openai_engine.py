@@ -1,0 +1,193 @@
+"""The OpenAI-compatible engine against an endpoint on a real socket: what is sent, what is read, what is retried."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from toprope.dialects.chat_request import request_from_chat
+from toprope.dialects.responses import request_from_responses
+from toprope.errors.kinds import Kind
+from toprope.errors.tree import ConfigError, EngineError, EngineUnavailable, ModelAuth, ModelRejected
+from toprope.http.client import Client
+from toprope.servers.model.engines.base import EngineRequest
+from toprope.servers.model.engines.openai import OpenAIEngine
+from toprope.testing.upstream import ScriptedUpstream, UpstreamReply, completion, error, serving
+
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+GOOD = completion(prompt_token_ids=[1, 10], token_ids=[50, 2], log_probs=[-0.1, -0.2])
+
+
+def ask(body=CHAT, *, dialect="chat", **more):
+    pivot = request_from_chat(body) if dialect == "chat" else request_from_responses(body)
+    return EngineRequest(pivot, "call-1", dialect=dialect, body=body, **more)
+
+
+@pytest.fixture
+async def client():
+    async with Client(connect_timeout_s=1.0, transport_budget_s=1.0) as made:
+        yield made
+
+
+async def test_a_captured_call_pins_what_returns_ids_and_reads_them_exactly(client):
+    upstream = ScriptedUpstream([GOOD])
+    async with serving(upstream) as url:
+        engine = OpenAIEngine(client=client, base_url=f"{url}/v1", api_key="k", return_token_ids=True)
+        reply = await engine.generate(ask({**CHAT, "top_logprobs": None}, want_tokens=True, session="4-2"))
+    sent = upstream.requests[0]
+    assert sent.path == "/v1/chat/completions"
+    assert sent.headers["x-session-id"] == "4-2"
+    assert sent.headers["authorization"] == "Bearer k"
+    assert "x-toprope-protocol" not in sent.headers
+    assert {name: sent.json()[name] for name in ("return_token_ids", "logprobs", "top_logprobs")} == {
+        "return_token_ids": True,
+        "logprobs": True,
+        "top_logprobs": 0,
+    }
+    assert reply.tokens is not None
+    assert reply.tokens.prompt_token_ids.tolist() == [1, 10]
+    assert reply.tokens.generation_token_ids.tolist() == [50, 2]
+    assert reply.tokens.generation_log_probs.tolist() == [-0.1, -0.2]
+    assert reply.token_fault is None
+
+
+async def test_a_call_that_wants_no_tokens_is_sent_as_the_client_wrote_it(client):
+    body = {**CHAT, "top_logprobs": None, "temperature": 0.25, "min_p": 0.1, "store": True, "n": 1}
+    upstream = ScriptedUpstream([completion()])
+    async with serving(upstream) as url:
+        reply = await OpenAIEngine(client=client, base_url=url, return_token_ids=True).generate(ask(body))
+    assert upstream.requests[0].json() == {**CHAT, "temperature": 0.25, "min_p": 0.1, "store": True}
+    assert (reply.tokens, reply.token_fault) == (None, None)
+
+
+async def test_other_dialects_are_converted_and_what_got_lost_is_said(client):
+    body = {"input": "x", "instructions": "be brief", "tools": [{"type": "web_search"}], "max_output_tokens": 5}
+    upstream = ScriptedUpstream([completion()])
+    async with serving(upstream) as url:
+        engine = OpenAIEngine(client=client, base_url=url, model="served")
+        reply = await engine.generate(ask(body, dialect="responses"))
+    assert upstream.requests[0].json() == {
+        "model": "served",
+        "messages": [{"role": "system", "content": "be brief"}, {"role": "user", "content": "x"}],
+        "max_tokens": 5,
+    }
+    assert reply.losses == ("tools.web_search",)
+    assert reply.output[0]["content"][0]["text"] == "hello"
+
+
+@pytest.mark.parametrize(
+    ("upstream_reply", "pinned", "said"),
+    [
+        (completion(prompt_token_ids=[1], token_ids=[2]), True, "logprobs were asked for and not returned"),
+        (completion(), True, "prompt ids, generated ids, logprobs were asked for and not returned"),
+        (completion(), False, "not asked for"),
+    ],
+)
+async def test_missing_ids_are_a_fault_with_words_and_not_a_failed_call(client, upstream_reply, pinned, said):
+    async with serving(ScriptedUpstream([upstream_reply])) as url:
+        engine = OpenAIEngine(client=client, base_url=url, return_token_ids=pinned)
+        reply = await engine.generate(ask(want_tokens=True))
+    assert reply.tokens is None
+    assert reply.token_fault is not None
+    assert reply.token_fault.startswith("no_token_ids: ")
+    assert said in reply.token_fault
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "retryable"),
+    [
+        (error(401, "bad key"), Kind.MODEL_AUTH, False),
+        (error(402, "pay"), Kind.MODEL_QUOTA, False),
+        (error(429, "no credit", code="insufficient_quota"), Kind.MODEL_QUOTA, False),
+        (error(400, "maximum context length is 2048"), Kind.MODEL_CONTEXT_LENGTH, False),
+        (
+            UpstreamReply(b'{"error":{"message":"too long","param":"input_tokens"}}', 400),
+            Kind.MODEL_CONTEXT_LENGTH,
+            False,
+        ),
+        (error(400, "bad arguments"), Kind.MODEL_REJECTED, False),
+        (error(404, "no such model"), Kind.MODEL_REJECTED, False),
+        (UpstreamReply(b'{"detail":"no"}', 422), Kind.MODEL_REJECTED, False),
+        (UpstreamReply(b"<html>bad gateway", 502), Kind.MODEL_UNAVAILABLE, True),
+        (error(409, "locked"), Kind.MODEL_UNAVAILABLE, True),
+    ],
+)
+async def test_a_providers_refusal_keeps_its_status_and_words(client, answer, kind, retryable):
+    upstream = ScriptedUpstream(answer=lambda request: answer)
+    async with serving(upstream) as url:
+        engine = OpenAIEngine(client=client, base_url=url, pause=_no_pause)
+        with pytest.raises(EngineError) as caught:
+            await engine.generate(ask())
+    assert (caught.value.kind, caught.value.retryable) == (kind, retryable)
+    assert caught.value.upstream_status == answer.status
+    assert url in caught.value.message
+    assert len(upstream.requests) == (3 if retryable else 1)
+
+
+async def _no_pause(delay):
+    return None
+
+
+@pytest.mark.promise("MS-10")
+async def test_429_and_5xx_share_one_counter_and_retry_after_is_honoured(client):
+    pauses = []
+
+    async def pause(delay):
+        pauses.append(delay)
+
+    upstream = ScriptedUpstream([error(429, "slow", retry_after="7"), error(500, "oops"), GOOD])
+    async with serving(upstream) as url:
+        reply = await OpenAIEngine(client=client, base_url=url, pause=pause).generate(ask())
+    assert reply.finish_reason == "stop"
+    assert pauses == [7.0, 1.0]
+
+
+async def test_a_retry_after_beyond_the_bound_ends_it_at_once(client):
+    upstream = ScriptedUpstream(answer=lambda request: error(429, "slow", retry_after="3600"))
+    async with serving(upstream) as url:
+        with pytest.raises(EngineUnavailable) as caught:
+            await OpenAIEngine(client=client, base_url=url, pause=_no_pause).generate(ask())
+    assert len(upstream.requests) == 1
+    assert caught.value.headers["retry-after"] == "3600"
+
+
+@pytest.mark.parametrize("body", [b"<html>", b'{"choices":[]}', b'{"choices":[{"message":{"content":5}}]}'])
+async def test_a_200_that_is_no_completion_is_the_engines_fault(client, body):
+    async with serving(ScriptedUpstream([UpstreamReply(body)])) as url:
+        with pytest.raises(EngineUnavailable, match="no chat completion"):
+            await OpenAIEngine(client=client, base_url=url).generate(ask())
+
+
+@pytest.mark.promise("MS-10")
+async def test_a_dead_endpoint_is_named_at_start_with_its_url(client):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, never listening: connections are refused
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+        engine = OpenAIEngine(client=client, base_url=url)
+        with pytest.raises(EngineUnavailable, match=url):
+            await engine.start()
+        with pytest.raises(EngineUnavailable, match=url):
+            await engine.generate(ask())
+
+
+async def test_start_learns_the_only_model_and_accepts_endpoints_that_list_none(client):
+    upstream = ScriptedUpstream([completion()])
+    async with serving(upstream) as url:
+        engine = OpenAIEngine(client=client, base_url=url)
+        await engine.start()
+        await engine.generate(ask({"input": "x"}, dialect="responses"))
+        assert upstream.requests[0].json()["model"] == "m"
+        upstream.models = error(404, "no such route")
+        nameless = OpenAIEngine(client=client, base_url=url)
+        await nameless.start()
+        with pytest.raises(ModelRejected, match="names no model"):
+            await nameless.generate(ask({"input": "x"}, dialect="responses"))
+        upstream.models = error(401, "bad key")
+        with pytest.raises(ModelAuth):
+            await engine.start()
+
+
+def test_a_base_url_that_is_none_is_a_configuration_error(client):
+    with pytest.raises(ConfigError, match="base_url"):
+        OpenAIEngine(client=client, base_url="localhost:8000/v1")
