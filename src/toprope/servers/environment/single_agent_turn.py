@@ -135,15 +135,21 @@ class SingleAgentTurn(EpisodeProtocol):
         return closed
 
     async def _verify(self, episode: Episode, resources: Participant, given: TurnInput) -> dict[str, Any]:
+        response = dict(episode.partial_response or {})
+        # A witness for token delivery that the agent adds: strangers' models of a response do not know it.
+        terminal = None if resources.speaks_protocol else response.pop("terminal_response_id", None)
         body = {
             **given.task_data,
             "responses_create_params": given.responses_create_params,
-            "response": episode.partial_response,
+            "response": response,
         }
         deadline = episode.now + episode.plan.timeouts.verify_s
         async with episode.at(Stage.VERIFICATION, deadline=deadline, kind=Kind.VERIFY_TIMEOUT):
             reply = await resources.call("/verify", body)
-            return read_verdict(accepted(reply, Stage.VERIFICATION, "verify"))
+            result = read_verdict(accepted(reply, Stage.VERIFICATION, "verify"))
+        if terminal is not None and isinstance(result.get("response"), dict):
+            result["response"].setdefault("terminal_response_id", terminal)
+        return result
 
 
 def grants(episode: Episode, resources: Participant, seeded: Mapping[str, Any]) -> list[Grant]:
