@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 import pytest
-
 from tests.unit.trajectory.golden import CASES, check, entries_of, run
+
 from toprope.tokens.entry import BadRecord
 
 BY_ID = {case["id"]: case for case in CASES}

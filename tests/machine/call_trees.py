@@ -1,0 +1,288 @@
+"""Random call trees whose every token is labelled when it is sampled, and an oracle that reads labels only.
+
+The generator plays engine, agent and recorder. It never asks the builder anything, and the oracle knows nothing of
+parents, claims or chains: it looks every delivered id up in the book of labels.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from toprope.tokens.entry import TokenEntry
+from toprope.tokens.lineage import LineageHistory, decide
+from toprope.tokens.snapshot import TokenCaptureSnapshot
+from toprope.trajectory.terminal import TerminalWitnesses
+
+Items = list[dict[str, Any]]
+
+
+@dataclass
+class Turn:
+    """What truly happened in one call."""
+
+    call_id: str
+    prompt: list[int]
+    gen: list[int]
+    items: Items
+    output: Items
+    whole_path_recorded: bool
+    recorded: bool = True
+
+    @property
+    def seen(self) -> list[int]:
+        return self.prompt + self.gen
+
+
+@dataclass
+class Book:
+    """The labels: which ids some call sampled, with which logprob, and which calls were lost."""
+
+    sampled: dict[int, dict[str, float]] = field(default_factory=dict)
+    lost: set[str] = field(default_factory=set)
+    given: set[int] = field(default_factory=set)
+
+    def lost_ids(self) -> set[int]:
+        return {token for token, by in self.sampled.items() if set(by) <= self.lost}
+
+
+@dataclass
+class Tree:
+    book: Book
+    turns: dict[str, Turn]
+    snapshot: TokenCaptureSnapshot
+    terminal: str | None
+    harmed: set[str]
+
+
+class World:
+    """One rollout: an agent with its moods on top of an engine that never samples an id twice."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.book = Book()
+        self.turns: dict[str, Turn] = {}
+        self.history = LineageHistory()
+        self.entries: list[TokenEntry] = []
+        self.incomplete: list[str] = []
+        self.harmed: set[str] = set()
+        self._next = 10
+
+    def given(self, count: int) -> list[int]:
+        ids = [self._fresh() for _ in range(count)]
+        self.book.given.update(ids)
+        return ids
+
+    def _fresh(self) -> int:
+        self._next += 1
+        return self._next
+
+    def call(
+        self,
+        prompt: list[int],
+        items: Items,
+        *,
+        sound: bool,
+        twin: Turn | None = None,
+        empty: bool = False,
+        **about: Any,
+    ) -> Turn:
+        """The engine samples and labels; the recorder decides and records, or the call is lost."""
+        call_id = f"c{self.dice.randrange(10**6):06d}"
+        while call_id in self.turns:
+            call_id += "x"
+        gen = [] if empty else list(twin.gen) if twin else [self._fresh() for _ in range(self.dice.randint(1, 4))]
+        log_probs = [-0.01 * self.dice.randint(1, 500) for _ in gen]
+        for token, log_prob in zip(gen, log_probs, strict=True):
+            self.book.sampled.setdefault(token, {})[call_id] = log_prob
+        text = twin.output[0]["content"] if twin and twin.output else f"text of {call_id}"
+        output = [{"type": "message", "role": "assistant", "content": text}] if gen else []
+        turn = Turn(call_id, prompt, gen, items, output, sound)
+        self.turns[call_id] = turn
+        if about.pop("lose", False):
+            turn.recorded = turn.whole_path_recorded = False
+            self.book.lost.add(call_id)
+            if self.dice.random() < 0.5:
+                self.incomplete.append(f"dangling_intent:{call_id}")
+            return turn
+        choice = decide(self.history, items, prompt)
+        entry = TokenEntry(
+            rollout_id="r",
+            model_call_id=call_id,
+            model="m",
+            created_at=float(len(self.turns)),
+            prompt_token_ids=prompt,
+            generation_token_ids=gen,
+            generation_log_probs=log_probs,
+            output_items=tuple(output),
+            token_item_index=0 if output else None,
+            item_digests=choice.item_digests,
+            parent_decision=choice.decision,
+            parent_call_id=choice.parent_call_id,
+            parent_resolution_reason=choice.reason,
+            cum_len=len(prompt) + len(gen),
+            chain_hash=choice.prompt_hash.extend(gen).hexdigest(),
+            **about,
+        )
+        self.history.add(entry, choice.marks)
+        if choice.suffix_start and self.dice.random() < 0.4:
+            entry = replace(entry, prompt_token_ids=prompt[choice.suffix_start :], prompt_is_delta=True)
+        self.entries.append(entry)
+        return turn
+
+    # -- what an agent may do next ------------------------------------------------------------------------------
+
+    def start(self) -> Turn:
+        """A first call, a sub-agent's first call, or the first call after a compaction."""
+        return self.call(self.given(self.dice.randint(1, 3)), [user("task")], sound=True)
+
+    def go_on(self, turn: Turn, **about: Any) -> Turn:
+        items = [*turn.items, *turn.output, user(f"more {self._next}")]
+        return self.call(
+            turn.seen + self.given(self.dice.randint(0 if turn.gen else 1, 3)),
+            items,
+            sound=turn.whole_path_recorded,
+            **about,
+        )
+
+    def again(self, turn: Turn, *, same: bool) -> Turn:
+        """The same request once more."""
+        return self.call(turn.prompt, turn.items, sound=turn.whole_path_recorded, twin=turn if same else None)
+
+    def rewrite(self, turn: Turn) -> Turn:
+        """The history goes back as text and comes out as other ids."""
+        items = [*turn.items, *turn.output, user("more")]
+        kept = turn.seen[: self.dice.randrange(len(turn.seen))]
+        return self.call(kept + self.given(len(turn.seen) - len(kept) + 2), items, sound=False)
+
+    def make_up(self, turn: Turn) -> Turn:
+        """The harness writes a turn that nobody sampled."""
+        made_up = {"type": "message", "role": "assistant", "content": f"I could not finish {self._next}."}
+        return self.call(turn.seen + self.given(3), [*turn.items, *turn.output, made_up, user("go on")], sound=False)
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": text}
+
+
+MOODS: dict[str, tuple[int, Callable[[World, Turn], Turn]]] = {
+    "go_on": (40, lambda world, turn: world.go_on(turn)),
+    "gone": (4, lambda world, turn: world.go_on(turn, client_gone=True)),
+    "empty": (6, lambda world, turn: world.go_on(turn, empty=True)),
+    "lose": (4, lambda world, turn: world.go_on(turn, lose=True)),
+    "again": (8, lambda world, turn: world.again(turn, same=False)),
+    "twin": (3, lambda world, turn: world.again(turn, same=True)),
+    "compact": (4, lambda world, turn: world.start()),
+    "rewrite": (3, lambda world, turn: world.rewrite(turn)),
+    "make_up": (3, lambda world, turn: world.make_up(turn)),
+}
+
+
+def grow(seed: int) -> Tree:
+    """One random rollout, its records damaged or not, in random order with random copies."""
+    world = World(seed)
+    dice = world.dice
+    moods, weights = zip(*((mood, weight) for weight, mood in MOODS.values()), strict=True)
+    turns = [world.start()]
+    calm = dice.random() < 0.35
+    for _ in range(dice.randint(0, 9)):
+        # Mostly where it left off, sometimes from any earlier turn: a fork.
+        turn = turns[-1] if dice.random() < 0.8 else dice.choice(turns)
+        mood = moods[0] if calm else dice.choices(moods, weights)[0]
+        turns.append(mood(world, turn))
+    entries = list(world.entries)
+    if dice.random() < 0.25:
+        entries = _damage(world, entries)
+    entries += dice.choices(entries, k=dice.randrange(3)) if entries else []
+    dice.shuffle(entries)
+    lost = tuple(world.incomplete)
+    snapshot = TokenCaptureSnapshot("r", tuple(entries), bool(lost), "s", 1, lost)
+    terminal = None if dice.random() < 0.5 else (turns[-1] if dice.random() < 0.7 else dice.choice(turns)).call_id
+    return Tree(world.book, world.turns, snapshot, terminal, world.harmed)
+
+
+def _damage(world: World, entries: list[TokenEntry]) -> list[TokenEntry]:
+    """Break one record as transports and old writers do. A call behind a lost one keeps its honest decision."""
+    dice = world.dice
+    where = dice.randrange(len(entries))
+    entry = entries[where]
+    world.harmed.add(entry.model_call_id)
+    if not world.turns[entry.model_call_id].whole_path_recorded:
+        return entries
+    kind = dice.choice(["missing", "other", "flip", "conflict", "ring", "gone", "logprob"])
+    if kind == "missing":
+        bad = replace(entry, parent_decision="resolved", parent_call_id="gone")
+    elif kind in ("other", "ring"):
+        other = dice.choice(entries)
+        bad = replace(entry, parent_decision="resolved", parent_call_id=other.model_call_id)
+        if kind == "ring" and other is not entry:
+            ring = replace(other, parent_decision="resolved", parent_call_id=entry.model_call_id)
+            world.harmed.add(other.model_call_id)
+            entries = [ring if each is other else each for each in entries]
+    elif kind == "gone":
+        return entries[:where] + entries[where + 1 :]  # silently missing: its children name a parent that is not there
+    elif kind == "flip":
+        ids = entry.prompt_token_ids.tolist()
+        if not ids:
+            return entries
+        ids[dice.randrange(len(ids))] += 10**6
+        bad = replace(entry, prompt_token_ids=ids)
+    elif kind == "conflict":
+        ids = entry.generation_token_ids.tolist() or [10**6]
+        ids[-1] += 10**6
+        copy = replace(
+            entry, generation_token_ids=ids, generation_log_probs=[-0.5] * len(ids), chain_hash=None, cum_len=None
+        )
+        return [*entries, copy]
+    else:
+        bad = replace(entry, model_call_id=entry.model_call_id, client_gone=not entry.client_gone)
+    return [bad if each is entry else each for each in entries]
+
+
+def breaches(tree: Tree, built: Any) -> list[str]:
+    """What the labels say against a build; empty when it is safe."""
+    traces = getattr(built, "traces", ())
+    found: list[str] = []
+    if traces and tree.snapshot.incomplete:
+        found.append("trainable although the snapshot is incomplete")
+    lost = tree.book.lost_ids()
+    owned: Counter[int] = Counter()
+    for trace in traces:
+        mask, log_probs = trace.loss_mask.tolist(), trace.logprobs.tolist()
+        for at, token in enumerate(trace.token_ids.tolist()):
+            if token in lost:
+                found.append(f"{token} was sampled by a lost call and is context")
+            if token not in tree.book.sampled and token not in tree.book.given:
+                found.append(f"{token} is nobody's")
+            if mask[at]:
+                owned[token] += 1
+                if log_probs[at] not in tree.book.sampled.get(token, {}).values():
+                    found.append(f"{token} is trained on and was not sampled with that logprob")
+        leaf = tree.turns[trace.call_ids[-1]]
+        if trace.token_ids.tolist() != leaf.seen:
+            found.append(f"the trace is not what {leaf.call_id} saw and sampled")
+    # Twins sampled equal ids in two calls: as many owners as calls, no more.
+    for token, count in owned.items():
+        if count > len(set(tree.book.sampled.get(token, ())) - tree.book.lost):
+            found.append(f"{token} is trained on {count} times")
+    return found
+
+
+def must_train(tree: Tree) -> bool:
+    """Whether nothing at all speaks against training up to the named terminal."""
+    turn = tree.turns.get(tree.terminal or "")
+    return (
+        turn is not None
+        and turn.recorded
+        and turn.whole_path_recorded
+        and bool(turn.gen)
+        and not tree.snapshot.incomplete
+        and not tree.harmed
+    )
+
+
+def witnesses(tree: Tree) -> TerminalWitnesses:
+    return TerminalWitnesses.naming(explicit=tree.terminal) if tree.terminal else TerminalWitnesses()

@@ -1,0 +1,59 @@
+"""CP-9: whatever an agent, a network and a transport do to a rollout, what is delivered is what was sampled."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tests.machine.call_trees import breaches, grow, must_train, witnesses
+
+from toprope.trajectory.build import Masked, Trainable, build
+
+EXAMPLES = int(os.environ.get("TOPROPE_CALL_TREES", "2000"))
+
+
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize("deliver", ["single", "all_chains"])
+def test_no_unsampled_token_is_trained_and_no_lost_one_is_context(deliver: str) -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(EXAMPLES):
+        tree = grow(seed)
+        built = build(tree.snapshot, terminal=witnesses(tree), deliver=deliver)  # type: ignore[arg-type]
+        assert breaches(tree, built) == [], f"seed {seed}"
+        if must_train(tree):
+            assert isinstance(built, Trainable), f"seed {seed}: {built.reasons}"
+            assert built.traces[0].call_ids[-1] == tree.terminal, f"seed {seed}"
+            outcomes["had to train"] += 1
+        if isinstance(built, Masked):
+            assert built.reasons, f"seed {seed}"
+            outcomes.update(built.reasons)
+            outcomes["masked"] += 1
+        else:
+            outcomes["trained"] += 1
+    # The trees must be worth reading: each kind of trouble occurs, and a good share trains.
+    assert outcomes["trained"] > EXAMPLES / 4
+    assert outcomes["masked"] > EXAMPLES / 10
+    assert outcomes["had to train"] > EXAMPLES / 20
+    wanted = {"incomplete", "unresolved_parent", "terminal_not_captured", "terminal_empty", "conflict"}
+    if deliver == "single":
+        wanted |= {"several_chains", "several_roots", "unresolved_retry", "parent_missing", "parent_mismatch"}
+        wanted |= {"unrecorded_turn", "history_rewritten", "parent_cycle", "hash_mismatch"}
+    assert {name for name in wanted if not outcomes[name]} == set()
+
+
+def test_the_oracle_itself_finds_a_planted_breach() -> None:
+    """Training on given ids, on a span twice, or on a lost call's context is seen by labels alone."""
+    tree, built = next(
+        (tree, built)
+        for tree in map(grow, range(200))
+        if isinstance(built := build(tree.snapshot, terminal=witnesses(tree)), Trainable)
+    )
+    (trace,) = built.traces
+    everything = replace(trace, loss_mask=np.ones_like(trace.loss_mask))
+    assert any("was not sampled" in said for said in breaches(tree, replace(built, traces=(everything,))))
+    assert any("times" in said for said in breaches(tree, replace(built, traces=(trace, trace))))
+    tree.book.lost.update(tree.turns)
+    assert any("lost call" in said for said in breaches(tree, built))
