@@ -9,11 +9,13 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from toprope.errors.tree import ConfigError
 from toprope.results.layout import RunDir
+from toprope.telemetry.calls import ModelCallRecord, read_call_log
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
@@ -42,7 +44,7 @@ class Workspace:
     @property
     def calls(self) -> Path:
         """One line a model call, for people who ask about times and errors."""
-        return self.run_dir.logs_dir / "model_calls.jsonl"
+        return calls_of(self.run_dir)
 
     def signing_key(self) -> bytes:
         """The key of session cookies: random, made once, readable by the owner only."""
@@ -68,3 +70,14 @@ class Workspace:
         for directory in (self.run_dir.logs_dir, *self._made):
             with suppress(OSError):  # not empty: somebody else's, and it stays; or it never was
                 directory.rmdir()
+
+
+def calls_of(run_dir: RunDir) -> Path:
+    """Where the model servers of a run note their calls."""
+    return run_dir.logs_dir / "model_calls.jsonl"
+
+
+def read_calls(run_dir: RunDir) -> Iterator[ModelCallRecord]:
+    """The model calls that were noted, in order; none where there is no such file."""
+    path = calls_of(run_dir)
+    return read_call_log(path) if path.exists() else iter(())
