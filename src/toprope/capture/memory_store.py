@@ -159,7 +159,8 @@ class MemoryStore:
                 self._fences[rollout] = Fence(attempt, -1)
             if before is None:
                 return None
-            name = f"{rollout_id}~{1 + sum(key.startswith(rollout_id + '~') for key in self._captures)}"
+            taken = [key.rpartition("~")[2] for key in self._captures if key.startswith(f"{rollout_id}~")]
+            name = f"{rollout_id}~{1 + max((int(n) for n in taken if n.isdigit()), default=0)}"
             before.abandoned = True
             self._captures[name] = self._captures.pop(rollout_id)
             return name

@@ -90,9 +90,11 @@ class Packed:
 def pack(entry: TokenEntry, *, skip: int = 0) -> bytes:
     """The bytes of `entry` without the first `skip` ids of its prompt.
 
-    Raises `BadRecord("write_failed")` for a field that JSON cannot carry, naming it.
+    Raises `BadRecord`: `write_failed` for a field that JSON cannot carry, naming it; `bad_logprob` for NaN.
     """
     log_probs = entry.generation_log_probs
+    if not np.isfinite(log_probs).all():  # no TokenEntry is made like this; a store is the last place to notice
+        raise BadRecord("bad_logprob", f"call {entry.model_call_id}: a logprob is not finite")
     narrow = log_probs.astype("<f4")
     flags = 0
     if np.array_equal(narrow.astype(np.float64).view(np.uint64), np.ascontiguousarray(log_probs).view(np.uint64)):

@@ -183,7 +183,7 @@ class Reaction(StrEnum):
     RETIRE = "payload gone, tombstone, True, if both match"
     WAS_RETIRED = "True for the same pair"
     NOTHING = "nothing to do"
-    SET_ASIDE = "moves to <key>~<n> as abandoned evidence"
+    SET_ASIDE = "moves to `<key>~<n>` as abandoned evidence"
     LIFT = "the fence is lifted"
     FORGET = "tombstone removed, fence stays"
 
