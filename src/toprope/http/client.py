@@ -7,13 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 from toprope.http.asgi import AsgiApp
 from toprope.http.inprocess import InlineTransport
-from toprope.http.overhttp import HttpTransport
 from toprope.http.peer import Peer as Peer
 from toprope.http.peer import Role as Role
 from toprope.http.replay import ReplayBounds, Replayer
+
+if TYPE_CHECKING:
+    from toprope.http.overhttp import HttpTransport
 
 
 class Client:
@@ -37,7 +40,7 @@ class Client:
             raise ValueError(f"connect_timeout_s {connect_timeout_s!r}: expected seconds above 0")
         self._apps: dict[str, AsgiApp] = dict(inline or {})
         self._inline = InlineTransport(self._apps)
-        self._http = HttpTransport()
+        self._http: HttpTransport | None = None
         self._connect_timeout_s = connect_timeout_s
         self._replayer = replayer or Replayer(ReplayBounds(transport_attempts, transport_budget_s))
 
@@ -55,7 +58,7 @@ class Client:
         return Peer(
             base_url,
             role,
-            transport=self._inline if base_url.startswith("inline://") else self._http,
+            transport=self._inline if base_url.startswith("inline://") else self._over_http(),
             replayer=self._replayer,
             connect_timeout_s=self._connect_timeout_s,
             api_key=api_key,
@@ -63,8 +66,16 @@ class Client:
 
     async def close(self) -> None:
         """Once it returns no connection is open. Idempotent."""
-        await self._http.close()
+        if self._http is not None:
+            await self._http.close()
         await self._inline.close()
+
+    def _over_http(self) -> HttpTransport:
+        if self._http is None:
+            from toprope.http.overhttp import HttpTransport  # aiohttp takes 0.3 s to import; inline runs need none
+
+            self._http = HttpTransport()
+        return self._http
 
     async def __aenter__(self) -> Client:
         return self

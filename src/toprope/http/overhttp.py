@@ -6,6 +6,7 @@ up before any common server does. Each failure is named: refused, DNS, connect t
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import socket
 from collections.abc import AsyncIterator
@@ -37,8 +38,13 @@ class HttpTransport:
 
     async def send(self, exchange: Exchange) -> Reply:
         """As `Transport.send`."""
+        session = self._open()
+        # A peer's FIN that has arrived is seen by the loop only on its next turns; after two of them a connection that
+        # was closed while it idled is out of the pool, and a call that may not be sent twice does not try it.
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
         try:
-            async with self._open().request(
+            async with session.request(
                 exchange.method,
                 URL(f"{exchange.origin}{exchange.target}", encoded=True),
                 data=_sendable(exchange.body),
