@@ -7,6 +7,7 @@ receipts (`trajectory.proof`), what it adds up to (`results.account`).
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,7 @@ from toprope.results.journal import (
 )
 from toprope.results.layout import RunDir
 from toprope.results.manifest import read_manifest
+from toprope.results.rows import encode_row
 from toprope.storage.rows import Row, read_rows
 from toprope.tokens.receipts import receipts_of
 from toprope.tokens.snapshot import Receipt
@@ -98,6 +100,7 @@ class _Audit:
         self._captures: dict[str, CaptureInfo] = {}
         self._seen: dict[_Attempt, str] = {}
         self._moved = 0
+        self._reformatted = 0
         self.breaches: list[AuditBreach] = []
         self.notes: list[str] = []
         self.counts: Counter[str] = Counter(
@@ -122,6 +125,8 @@ class _Audit:
         self._coverage()
         if self._moved:
             self.notes.append(f"{self._moved} rows are whole but do not stand where they were written")
+        if self._reformatted:
+            self.notes.append(f"{self._reformatted} rows hold what was written, in other bytes (white space, escapes)")
 
     # -- the journal -------------------------------------------------------------------------------------------------
 
@@ -165,7 +170,7 @@ class _Audit:
             if attempt is None:
                 self.say("malformed", where, "the row has no _ng_rollout_id and _ng_attempt_index")
                 continue
-            self._against_journal(attempt, name, row, where)
+            self._against_journal(attempt, name, row, value, where)
             yield value, where
 
     def _parse(self, row: Row, where: str) -> dict[str, Any] | None:
@@ -182,7 +187,7 @@ class _Audit:
             return None
         return value
 
-    def _against_journal(self, attempt: _Attempt, name: str, row: Row, where: str) -> None:
+    def _against_journal(self, attempt: _Attempt, name: str, row: Row, value: dict[str, Any], where: str) -> None:
         shown = f"rollout {attempt[0]}, attempt {attempt[1]}"
         if attempt in self._seen:
             self.say("attempt_used_twice", where, f"{shown} has another row: {self._seen[attempt]}")
@@ -198,10 +203,12 @@ class _Audit:
                 self.notes.append(f"{where}: the run was killed before the outcome of {shown} was journalled")
         elif outcome.file != name:
             self.say("changed", where, f"{shown} was written to {outcome.file}.jsonl")
-        elif outcome.digest != digest_bytes(row.data):
-            self.say("changed", where, f"the bytes of the row are not those that were journalled for {shown}")
-        elif outcome.offset != row.offset:
-            self._moved += 1
+        elif outcome.digest == digest_bytes(row.data):
+            self._moved += outcome.offset != row.offset
+        elif outcome.digest == _digest_as_written(value, row.data):
+            self._reformatted += 1  # other white space, the same keys and values in the same order
+        else:
+            self.say("changed", where, f"the row is not the one that was journalled for {shown}")
 
     async def _result(self, row: dict[str, Any], where: str) -> None:
         attempt = _attempt_of(row)
@@ -336,6 +343,22 @@ def _attempt_of(row: Mapping[str, Any]) -> _Attempt | None:
     if isinstance(rollout_id, str) and isinstance(attempt, int) and not isinstance(attempt, bool):
         return rollout_id, attempt
     return None
+
+
+def _digest_as_written(value: Mapping[str, Any], data: bytes) -> str | None:
+    """The digest that the row's value has in our own bytes; None where readers could disagree about the value."""
+    try:
+        json.loads(data, object_pairs_hook=_without_repeated_keys)
+        return digest_bytes(encode_row(value))
+    except ValueError:
+        return None
+
+
+def _without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key stands in one object twice: some readers take the first, some the last")
+    return found
 
 
 def _differences(summary: Summary, stored: bytes) -> list[str]:

@@ -131,6 +131,20 @@ async def test_two_rows_that_exchanged_responses_and_capture_metrics_are_found(r
     assert len({breach.where for breach in report.breaches if breach.kind == "not_sampled"}) == 2
 
 
+async def test_rows_that_were_only_written_anew_with_other_white_space_are_no_breach(run_dir: RunDir) -> None:
+    rows = [json.loads(line) for line in run_dir.results.read_bytes().split(b"\n")[:-1]]
+    run_dir.results.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    report = await prove(run_dir)
+    assert report.ok, report.breaches
+    assert any("other bytes" in note for note in report.notes)
+
+
+async def test_a_key_that_was_added_a_second_time_is_found(run_dir: RunDir) -> None:
+    data = run_dir.results.read_bytes()
+    run_dir.results.write_bytes(data.replace(b'"reward":1.0', b'"reward":0.0,"reward":1.0', 1))
+    assert kinds(await prove(run_dir)) == {"changed"}
+
+
 def change_reward(rows: Rows) -> None:
     rows[0]["reward"] = 0.0
 
