@@ -62,13 +62,6 @@ class CountedMarks:
             for each in ids:
                 self._by_id.setdefault(each, []).append(content)
 
-    def copy(self) -> CountedMarks:
-        """An independent bag with the same marks."""
-        twin = CountedMarks()
-        twin._marks, twin._by_content = self._marks.copy(), self._by_content.copy()
-        twin._by_id = {key: list(value) for key, value in self._by_id.items()}
-        return twin
-
     def missing(self, marks: Sequence[str]) -> tuple[str, ...]:
         """The marks of another origin: those that stand here neither by content nor by id."""
         used: Counter[str] = Counter()

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from toprope.tokens.entry import TokenEntry
+from toprope.tokens.hashing import ChainHash, common_prefix
 from toprope.tokens.items import item_digests
-from toprope.tokens.lineage import LineageHistory, ParentChoice, decide
+from toprope.tokens.lineage import DEFERRED, LineageHistory, ParentChoice, decide, decide_deferred
 
 GOLDEN = [
     json.loads(line)
@@ -43,21 +46,7 @@ def record(
 ) -> ParentChoice:
     """What the recorder does: decide, then index the entry made from the decision."""
     choice = decide(history, request, prompt)
-    entry = TokenEntry(
-        rollout_id="r",
-        model_call_id=call_id,
-        model="m",
-        created_at=0.0,
-        prompt_token_ids=prompt,
-        generation_token_ids=gen,
-        generation_log_probs=[-0.1] * len(gen),
-        output_items=tuple(output),
-        item_digests=choice.item_digests,
-        parent_decision=choice.decision,
-        parent_call_id=choice.parent_call_id,
-        parent_resolution_reason=choice.reason,
-    )
-    history.add(entry, item_digests(request))
+    history.add(entry_of(call_id, prompt, gen, output, choice), item_digests(request))
     return choice
 
 
@@ -80,3 +69,190 @@ def test_golden_lineage(case: dict[str, Any]) -> None:
             assert choice.decision == call["how"]
         if "reason" in call:
             assert choice.reason == call["reason"]
+
+
+def ask(history: LineageHistory, request: list[str], prompt: list[int]) -> ParentChoice:
+    return decide(history, [item(each) for each in request], prompt)
+
+
+def after_one_call(gen: list[int], output: list[str], prompt: list[int]) -> LineageHistory:
+    history = LineageHistory()
+    record(history, "c1", [item("u:hi")], prompt, gen, [item(each) for each in output])
+    return history
+
+
+def test_a1_retokenised_history_names_the_call_and_the_first_differing_position() -> None:
+    history = after_one_call([531, 316, 2], ["a:x"], [1, 10, 11])
+    choice = ask(history, ["u:hi", "a:x", "u:more"], [1, 10, 11, 393, 302, 2, 9, 12])
+    assert (choice.decision, choice.reason) == ("unresolved", "history_rewritten:c1@3")
+
+
+def test_a2_a_template_that_drops_thinking_is_a_rewrite_and_not_a_lost_call() -> None:
+    history = after_one_call([90, 91, 92, 93, 7, 2], ["r:think", "a:x"], [1, 20])
+    choice = ask(history, ["u:hi", "a:x", "o:t:result"], [1, 20, 7, 2, 30, 31])
+    assert (choice.decision, choice.reason) == ("unresolved", "history_rewritten:c1@2")
+
+
+def test_a8_compaction_and_sub_agents_are_roots_and_turns_find_their_own_conversation() -> None:
+    history = LineageHistory()
+    calls: list[tuple[str, list[str], list[int], list[int], str | None]] = [
+        ("m1", ["u:main"], [1, 10], [50, 2], None),
+        ("s1", ["u:sub"], [1, 80], [81, 2], None),
+        ("m2", ["u:main", "a:m1", "u:go"], [1, 10, 50, 2, 9, 11], [51, 2], "m1"),
+        ("s2", ["u:sub", "a:s1", "u:go"], [1, 80, 81, 2, 9, 82], [83, 2], "s1"),
+        ("k1", ["u:summarise"], [1, 12], [60, 2], None),
+        ("k2", ["u:summary"], [1, 13, 60], [61, 2], None),
+    ]
+    for call_id, request, prompt, gen, parent in calls:
+        choice = record(history, call_id, [item(r) for r in request], prompt, gen, [item(f"a:{call_id}")])
+        assert choice.parent_call_id == parent, call_id
+        assert choice.decision == ("resolved" if parent else "root"), call_id
+
+
+def test_a10_a_turn_that_the_harness_wrote_is_no_turn_of_ours() -> None:
+    history = after_one_call([2], ["a:x"], [1])
+    assert ask(history, ["u:hi", "a:x", "a:I could not finish."], [1, 2, 7]).reason == "unrecorded_turn"
+    # Nor is a second copy of one that we have: items are counted.
+    assert ask(history, ["u:hi", "a:x", "a:x"], [1, 2, 7]).reason == "unrecorded_turn"
+
+
+def test_a11_expanded_image_runs_match_and_the_unexpanded_form_does_not() -> None:
+    history = after_one_call([50, 2], ["a:x"], [1, 151655, 151655, 151655, 151655, 10])
+    expanded = [1, 151655, 151655, 151655, 151655, 10, 50, 2, 9, 11]
+    assert ask(history, ["u:hi", "a:x", "u:more"], expanded).parent_call_id == "c1"
+    choice = ask(history, ["u:hi", "a:x", "u:more"], [1, 151655, 10, 50, 2, 9, 11])
+    assert (choice.decision, choice.reason) == ("unresolved", "history_rewritten:c1@2")
+
+
+def test_renumbered_ids_and_reserialised_arguments_find_the_parent() -> None:
+    history = LineageHistory()
+    wrote = {
+        "type": "function_call",
+        "id": "fc_1",
+        "call_id": "c1",
+        "name": "add",
+        "arguments": '{"b": 1.0,"a":"caf\\u00e9"}',
+    }
+    record(history, "c1", [item("u:hi")], [1], [5, 2], [wrote])
+    sent = {"type": "function_call", "call_id": "toolu_9", "name": "add", "arguments": '{"a":"café","b":1}'}
+    result = {"type": "function_call_output", "call_id": "toolu_9", "output": "3"}
+    assert decide(history, [item("u:hi"), sent, result], [1, 5, 2, 8]).parent_call_id == "c1"
+    edited = {**sent, "arguments": '{"a":"tea","b":1}'}
+    assert decide(history, [item("u:hi"), edited, result], [1, 5, 2, 8]).reason == "unrecorded_turn"
+
+
+def test_equal_ids_with_another_split_are_ambiguous() -> None:
+    history = LineageHistory()
+    record(history, "a", [item("u:hi")], [1, 2], [3, 4], [item("a:x")])
+    record(history, "b", [item("u:ho")], [1, 2, 3], [4], [item("a:x")])
+    assert ask(history, ["u:hi", "a:x"], [1, 2, 3, 4, 5]).reason == "ambiguous_parent"
+
+
+def test_an_empty_call_is_never_a_parent() -> None:
+    history = LineageHistory()
+    record(history, "c1", [item("u:hi")], [1, 2], [], [])
+    assert ask(history, ["u:hi"], [1, 2]).decision == "root"
+    assert ask(history, ["u:hi"], [1, 2, 3]).decision == "root"
+
+
+def test_a_partial_turn_of_an_aborted_call_is_seen_when_the_agent_keeps_it() -> None:
+    history = LineageHistory()
+    history.note_unrecorded(item_digests([item("u:q"), item("a:shown"), item("u:hi")]))
+    assert ask(history, ["u:q", "a:shown", "u:hi"], [1]).decision == "root"
+    choice = ask(history, ["u:q", "a:shown", "u:hi", "a:par"], [1, 2])
+    assert (choice.decision, choice.reason) == ("unresolved", "unrecorded_turn")
+
+
+def test_a_history_rebuilt_from_its_records_decides_the_same() -> None:
+    first, entries = LineageHistory(), []
+    items, prompt = [item("u:q"), item("a:shown"), item("u:hi")], [1, 2]
+    for at in range(6):
+        choice = decide(first, items, prompt)
+        call = entry_of(f"c{at}", prompt, [50 + at], [item(f"f:id{at}:add")], choice)
+        first.add(call, choice.marks)
+        entries.append(call)
+        items = [*items, item(f"f:id{at}:add"), item(f"o:id{at}:ok")]
+        prompt = [*prompt, 50 + at, 7]
+    second = LineageHistory()
+    for call in entries:
+        second.add(call)
+    for history in (first, second):
+        assert decide(history, items, prompt).parent_call_id == "c5"
+        assert decide(history, items[:5], [*prompt[:4], 9]).parent_call_id == "c0"
+        assert decide(history, items[:3], [9, 9]).decision == "root"
+        assert decide(history, [*items, item("a:lost")], prompt).reason == "unrecorded_turn"
+        assert decide(history, items, prompt).prompt_hash == ChainHash.of(prompt)
+
+
+def test_deferred_decisions_are_made_at_freeze_and_clock_skew_never_invents_a_parent() -> None:
+    choice = ParentChoice("unresolved", None, DEFERRED, ChainHash())
+    c1 = replace(entry_of("c1", [1], [2], [item("a:x")], choice), created_at=1.0)
+    asked = item_digests([item("u:hi"), item("a:x")])
+    c2 = replace(entry_of("c2", [1, 2, 3], [4], [item("a:y")], choice), created_at=2.0, item_digests=asked)
+    for order in ([c1, c2], [c2, c1]):
+        decided = {e.model_call_id: e for e in decide_deferred(order)}
+        assert (decided["c1"].parent_decision, decided["c2"].parent_call_id) == ("root", "c1")
+    skewed = {e.model_call_id: e for e in decide_deferred([c1, replace(c2, created_at=0.5)])}
+    assert [skewed[name].parent_call_id for name in ("c1", "c2")] == [None, None]
+
+
+def entry_of(
+    call_id: str, prompt: list[int], gen: list[int], output: list[dict[str, Any]], choice: ParentChoice
+) -> TokenEntry:
+    return TokenEntry(
+        rollout_id="r",
+        model_call_id=call_id,
+        model="m",
+        created_at=0.0,
+        prompt_token_ids=prompt,
+        generation_token_ids=gen,
+        generation_log_probs=[-0.1] * len(gen),
+        output_items=tuple(output),
+        item_digests=choice.item_digests,
+        parent_decision=choice.decision,
+        parent_call_id=choice.parent_call_id,
+        parent_resolution_reason=choice.reason,
+    )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_tree_finds_what_a_search_of_every_call_finds(seed: int) -> None:
+    """Few distinct ids, so that prompts share, fork, end inside and repeat each other."""
+    dice = random.Random(seed)
+    history, held = LineageHistory(), []
+    for at in range(60):
+        if held and dice.random() < 0.7:
+            _, before, _ = dice.choice(held)
+            prompt = before[: dice.randint(1, len(before))] if dice.random() < 0.2 else list(before)
+            prompt = prompt + [dice.randrange(3) for _ in range(dice.randrange(4))]
+        else:
+            prompt = [dice.randrange(3) for _ in range(dice.randint(1, 4))]
+        gen = [dice.randrange(3) for _ in range(dice.randrange(4))]
+        fitting = [(len(s), p, c) for c, s, p in held if p < len(s) and prompt[: len(s)] == s]
+        best = [(p, c) for n, p, c in fitting if n == max(fitting)[0]]
+        choice = record(history, f"c{at:02d}", [item("u:x")], prompt, gen, [])
+        if not best:
+            assert choice.decision == "root"
+        elif len({p for p, _ in best}) > 1:
+            assert choice.reason == "ambiguous_parent"
+        else:
+            assert choice.parent_call_id == min(c for _, c in best)
+        assert choice.prompt_hash == ChainHash.of(prompt)
+        held.append((f"c{at:02d}", prompt + gen, len(prompt)))
+
+
+def test_finding_a_parent_compares_each_id_of_the_prompt_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PF-5's rule: no work per recorded call, however many conversations share a beginning."""
+    history = LineageHistory()
+    shared = list(range(10, 1000))
+    for at in range(300):
+        record(history, f"c{at:03d}", [item("u:x")], [*shared[: 100 + at], 5], [6], [])
+    compared: list[int] = []
+
+    def counting(left: Any, right: Any) -> int:
+        compared.append(min(len(left), len(right)))
+        return common_prefix(left, right)
+
+    monkeypatch.setattr("toprope.tokens.lineage.common_prefix", counting)
+    assert ask(history, ["u:x"], [*shared[:399], 5, 6, 7]).parent_call_id == "c299"
+    assert sum(compared) < 3 * 400
