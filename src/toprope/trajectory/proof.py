@@ -141,7 +141,7 @@ class _Check:
         except (BadRecord, KeyError, TypeError, ValueError, OverflowError) as error:
             self.say("malformed", where, f"{type(error).__name__}: {error}")
             return
-        whole = len(ids) == len(mask) == len(log_probs) and mask.ndim == log_probs.ndim == 1
+        whole = mask.shape == log_probs.shape == ids.shape
         if not whole or not np.isin(mask, (0, 1)).all():
             self.say("malformed", where, "token_ids, loss_mask (0 or 1) and logprobs must have one length")
             return
