@@ -41,6 +41,7 @@ class Client:
         self._apps: dict[str, AsgiApp] = dict(inline or {})
         self._inline = InlineTransport(self._apps)
         self._http: HttpTransport | None = None
+        self._closed = False
         self._connect_timeout_s = connect_timeout_s
         self._replayer = replayer or Replayer(ReplayBounds(transport_attempts, transport_budget_s))
 
@@ -65,12 +66,15 @@ class Client:
         )
 
     async def close(self) -> None:
-        """Once it returns no connection is open. Idempotent."""
+        """Once it returns no connection is open, and every later call is a `RuntimeError`. Idempotent."""
+        self._closed = True
+        await self._inline.close()
         if self._http is not None:
             await self._http.close()
-        await self._inline.close()
 
     def _over_http(self) -> HttpTransport:
+        if self._closed:
+            raise RuntimeError("this client is closed")
         if self._http is None:
             from toprope.http.overhttp import HttpTransport  # aiohttp takes 0.3 s to import; inline runs need none
 

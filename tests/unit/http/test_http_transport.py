@@ -14,7 +14,7 @@ from toprope.errors.kinds import Kind
 from toprope.errors.tree import PeerError, TransportError
 from toprope.http.app import Route, build_app
 from toprope.http.client import Client
-from toprope.http.overhttp import KEEP_ALIVE_S, _socket_with_keepalive
+from toprope.http.overhttp import KEEP_ALIVE_S, HttpTransport, _socket_with_keepalive
 from toprope.http.replay import BEFORE_DELIVERY, DEDUPLICATED
 from toprope.http.reply import Reply, text_reply
 from toprope.http.request import Request
@@ -42,12 +42,13 @@ async def test_128_calls_are_128_in_flight_at_once(client: Client) -> None:
     await bound.close()
 
 
-async def test_a_call_without_a_timeout_has_none_of_the_librarys(client: Client) -> None:
+async def test_a_call_without_a_timeout_has_none_of_the_librarys() -> None:
     """(aiohttp: 300 s in all by default.) The session is asked, since 300 s are not waited for here."""
-    session = client._http._open()
+    session = HttpTransport()._open()
     assert (session.timeout.total, session.timeout.sock_read) == (None, None)
     assert session.connector is not None
     assert (session.connector.limit, session.connector.limit_per_host) == (0, 0)
+    await session.close()
 
 
 async def test_a_connection_that_the_peer_closed_while_idle_is_replaced_without_an_error_or_a_second_execution(
@@ -179,10 +180,13 @@ async def test_a_foreign_peer_gets_nothing_that_is_ours(client: Client, peers: A
         assert peer.requests[0].endswith(b'{"a":null}')
 
 
-async def test_a_closed_client_says_so_instead_of_opening_connections_again(peers: Any) -> None:
+async def test_a_closed_client_says_so_instead_of_opening_connections_again() -> None:
     client = Client(inline={"m": build_app(name="m", role="model", routes=[])})
+    known = [client.peer(url, "model") for url in ("http://127.0.0.1:9", "inline://m")]
     await client.close()
     await client.close()
-    for url in ("http://127.0.0.1:9", "inline://m"):
+    for peer in known:
         with pytest.raises(RuntimeError, match="closed"):
-            await client.peer(url, "model").request("GET", "/livez")
+            await peer.request("GET", "/livez")
+    with pytest.raises(RuntimeError, match="closed"):
+        client.peer("http://127.0.0.1:10", "model")
