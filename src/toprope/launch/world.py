@@ -12,7 +12,7 @@ import logging
 import secrets
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 from toprope.capture.memory_store import MemoryStore
 from toprope.capture.recorder import Recorder
@@ -20,7 +20,6 @@ from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.tree import ConfigError, TopropeError
 from toprope.http.app import ServerApp
 from toprope.http.client import Client, Peer, Role
-from toprope.http.serve import BoundServer, serve
 from toprope.launch.config import Configuration
 from toprope.launch.construct import GROUPS, build, find
 from toprope.launch.parts import Parts
@@ -33,6 +32,9 @@ from toprope.servers.environment.participant import SessionReport
 from toprope.servers.model.server import ModelServer
 from toprope.servers.resources.server import ResourcesServer
 from toprope.telemetry.calls import CallLog
+
+if TYPE_CHECKING:
+    from toprope.http.serve import BoundServer
 
 log = logging.getLogger(__name__)
 
@@ -131,12 +133,15 @@ class World:
         await _all(app.start() for app in apps.values())
         for name, app in apps.items():
             config = self.configuration.servers[name]
-            url = f"inline://{name}"
-            if self._must_bind(config):
-                bound = await serve(app, host=config.host, port=config.port or 0)
-                self._bound.append(bound)
-                url = bound.url
+            url = await self._bind(app, config) if self._must_bind(config) else f"inline://{name}"
             self.addresses[name] = ServerAddress(name, role_of(config), url)
+
+    async def _bind(self, app: ServerApp, config: ServerConfig) -> str:
+        from toprope.http.serve import serve  # uvicorn takes 0.1 s to import, and most runs bind nothing
+
+        bound = await serve(app, host=config.host, port=config.port or 0)
+        self._bound.append(bound)
+        return bound.url
 
     def _must_bind(self, config: ServerConfig) -> bool:
         """Whether something outside this process may have to reach the server."""
