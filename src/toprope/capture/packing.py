@@ -130,18 +130,18 @@ def unpack(data: bytes) -> Packed:
 def _pack_meta(entry: TokenEntry, experts: Any) -> bytes:
     values: list[Any] = []
     used = 0
-    for name, default in _DEFAULTS:
-        value = experts if name == "routed_experts" else getattr(entry, name)
-        values.append(value)
-        if value is not default and value != default:
-            used = len(values)
-            wrap = _WRAPPED.get(name)
-            if wrap is not None:
-                values[-1] = wrap(value)
     try:
+        for name, default in _DEFAULTS:
+            value = experts if name == "routed_experts" else getattr(entry, name)
+            values.append(value)
+            if value is not default and value != default:
+                used = len(values)
+                wrap = _WRAPPED.get(name)
+                if wrap is not None:
+                    values[-1] = wrap(value)
         return _encoder.encode(values[:used])
-    except NotJson as error:
-        raise BadRecord("write_failed", f"call {entry.model_call_id}: {error}") from error
+    except (NotJson, UnicodeEncodeError, TypeError) as error:
+        raise BadRecord("write_failed", f"call {entry.model_call_id}: {name}: {error}") from error
 
 
 def _free_json(value: Any) -> msgspec.Raw:

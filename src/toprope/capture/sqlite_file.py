@@ -108,6 +108,7 @@ class SqliteFile:
         new = not self.exists()
         connection = self._connect("rwc")
         try:
+            empty = not self._has_tables(connection)  # asked first: a file of another program is left as it is
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=FULL")
             connection.execute("PRAGMA fullfsync=ON")
@@ -115,7 +116,7 @@ class SqliteFile:
             connection.execute("PRAGMA journal_size_limit=67108864")
             connection.execute("PRAGMA secure_delete=FAST")
             connection.execute("PRAGMA temp_store=MEMORY")
-            if not self._has_tables(connection):
+            if empty:
                 connection.executescript(
                     f"BEGIN; {_SCHEMA} PRAGMA application_id={APPLICATION_ID}; PRAGMA user_version={FORM}; COMMIT;"
                 )
