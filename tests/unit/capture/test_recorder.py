@@ -1,0 +1,382 @@
+"""The recorder: parents found, losses said, nothing raised after dispatch, foreign sinks served."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from toprope.capture.memory_store import MemoryStore
+from toprope.capture.protocols import Intent
+from toprope.capture.recorder import CallEvidence, Recorder
+from toprope.capture.sqlite_store import SqliteStore
+from toprope.errors.tree import CaptureClosed, CaptureError, ConfigError
+from toprope.tokens.entry import TokenEntry
+from toprope.tokens.hashing import ChainHash
+from toprope.tokens.lineage import DEFERRED
+from toprope.tokens.sampled import SampledTokens
+from toprope.tokens.snapshot import TokenCaptureSnapshot
+
+
+def user(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+
+def evidence(
+    call: str,
+    items: Sequence[Mapping[str, Any]] = (),
+    prompt: Sequence[int] = (1, 2),
+    gen: Sequence[int] = (3, 4),
+    **told: Any,
+) -> CallEvidence:
+    tokens = SampledTokens(np.array(prompt, dtype=np.uint32), np.array(gen, dtype=np.uint32), -0.1 * np.ones(len(gen)))
+    fields: dict[str, Any] = {"key": "k", "model": "m", "tokens": tokens, "output_items": [assistant(call)], **told}
+    return CallEvidence(call_id=call, request_items=list(items) or [user("hi")], **fields)
+
+
+class Conversation:
+    """A growing conversation whose turns may go through any recorder."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = [user("hi")]
+        self.prompt = [1, 2, 3]
+        self.calls: list[str] = []
+
+    async def turn(self, recorder: Recorder) -> None:
+        call = f"c{len(self.calls)}"
+        gen = [100 + len(self.calls), 7]
+        await recorder.begin("k", call)
+        await recorder.record(evidence(call, self.items, self.prompt, gen))
+        self.calls.append(call)
+        self.items += [assistant(call), user("go on")]
+        self.prompt += [*gen, 50]
+
+    def check(self, snapshot: TokenCaptureSnapshot) -> None:
+        assert [e.model_call_id for e in snapshot.entries] == self.calls
+        assert [e.parent_call_id for e in snapshot.entries] == [None, *self.calls[:-1]]
+        for entry in snapshot.entries:
+            whole = [*entry.prompt_token_ids.tolist(), *entry.generation_token_ids.tolist()]
+            assert entry.chain_hash == ChainHash.of(whole).hexdigest()
+            assert entry.cum_len == len(whole)
+        assert not snapshot.incomplete
+
+
+async def test_a_conversation_is_one_chain() -> None:
+    store, talk = MemoryStore(), Conversation()
+    recorder = Recorder(store, reader=store)
+    for _ in range(6):
+        await talk.turn(recorder)
+    talk.check(await store.freeze("k"))
+
+
+@pytest.mark.promise("CP-3")
+async def test_workers_that_take_turns_find_each_others_calls(tmp_path: Path) -> None:
+    stores = [SqliteStore(tmp_path / "c.sqlite") for _ in range(3)]
+    recorders = [Recorder(store, reader=store) for store in stores]
+    talk = Conversation()
+    for n in (0, 0, 1, 0, 2, 2, 1, 0):
+        await talk.turn(recorders[n])
+    talk.check(await stores[0].freeze("k"))
+    for store in stores:
+        await store.close()
+
+
+async def test_a_restarted_or_forgetful_recorder_goes_on_where_the_store_stands(tmp_path: Path) -> None:
+    store, talk = SqliteStore(tmp_path / "c.sqlite"), Conversation()
+    for n in range(6):
+        recorder = Recorder(store, reader=store)
+        await talk.turn(recorder)
+        if n % 2:
+            await talk.turn(recorder)
+            recorder.forget("k")
+            await talk.turn(recorder)
+    talk.check(await store.freeze("k"))
+    await store.close()
+
+
+async def test_the_index_stays_small_and_an_evicted_rollout_still_finds_its_parent() -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store, max_ids=100)
+    talk = Conversation()
+    await talk.turn(recorder)
+    for n in range(40):
+        await recorder.begin(f"other{n}", "c0")
+        await recorder.record(evidence("c0", key=f"other{n}", prompt=range(20)))
+        assert recorder._ids <= 100
+    await talk.turn(recorder)
+    talk.check(await store.freeze("k"))
+
+
+async def test_parallel_calls_of_one_rollout_are_recorded_with_their_own_parents(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "c.sqlite")
+    recorder = Recorder(store, reader=store)
+    await recorder.begin("k", "root")
+    await recorder.record(evidence("root"))
+    asked = [user("hi"), assistant("root")]
+
+    async def branch(n: int) -> None:
+        await recorder.begin("k", f"b{n}")
+        await recorder.record(evidence(f"b{n}", [*asked, user(str(n))], [1, 2, 3, 4, 10 + n], [200 + n]))
+
+    await asyncio.gather(*(branch(n) for n in range(20)))
+    snapshot = await store.freeze("k")
+    assert {e.model_call_id: e.parent_call_id for e in snapshot.entries} == {
+        "root": None,
+        **{f"b{n}": "root" for n in range(20)},
+    }
+    assert not snapshot.incomplete
+    await store.close()
+
+
+def with_tokens(prompt: Any, gen: Any, log_probs: Any) -> dict[str, Any]:
+    return {"tokens": SampledTokens(prompt, gen, log_probs)}
+
+
+BAD = [
+    (with_tokens([1], [2], [float("nan")]), "bad_logprob"),
+    (with_tokens([1], [2], [float("-inf")]), "bad_logprob"),
+    (with_tokens([1], [2], [-9999.0]), "bad_logprob"),
+    (with_tokens([1], [2], [None]), "bad_logprob"),
+    (with_tokens([1], [2, 3], [-0.1]), "length_mismatch"),
+    (with_tokens([1], [2], None), "no_token_ids"),
+    (with_tokens(None, [2], [-0.1]), "no_token_ids"),
+    (with_tokens([], [2], [-0.1]), "no_token_ids"),
+    (with_tokens([1], [-2], [-0.1]), "no_token_ids"),
+    (with_tokens([1], [2**32], [-0.1]), "no_token_ids"),
+    ({"tokens": None}, "no_token_ids"),
+    ({"token_fault": "bad_logprob: the third is missing"}, "bad_logprob"),
+    ({"token_fault": "the engine said nothing"}, "no_token_ids"),
+    ({"usage_output_tokens": 3}, "length_mismatch"),
+    ({"sampling": {"temperature": float("nan")}}, "write_failed"),
+]
+
+
+@pytest.mark.promise("MS-7")
+@pytest.mark.parametrize(("told", "reason"), BAD)
+async def test_bad_evidence_masks_with_the_reason_and_fails_nothing(
+    told: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store)
+    await recorder.begin("k", "c1")
+    with caplog.at_level(logging.WARNING):
+        await recorder.record(evidence("c1", **told))
+    snapshot = await store.freeze("k")
+    assert (snapshot.entries, snapshot.incomplete, snapshot.reasons) == ((), True, (f"{reason}:c1",))
+    assert any("c1" in record.getMessage() and reason in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize(("told", "reason"), BAD[:1])
+async def test_the_strict_option_fails_the_call_after_the_loss_is_durable(told: dict[str, Any], reason: str) -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store, on_capture_error="fail")
+    await recorder.begin("k", "c1")
+    with pytest.raises(CaptureError, match="c1 of k could not be recorded"):
+        await recorder.record(evidence("c1", **told))
+    assert (await store.freeze("k")).reasons == (f"{reason}:c1",)
+
+
+async def test_a_call_on_a_closed_capture_is_refused_before_it_is_sent() -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store)
+    snapshot = await store.freeze("k")
+    with pytest.raises(CaptureClosed) as refused:
+        await recorder.begin("k", "c1")
+    assert (refused.value.status, refused.value.headers) == (403, {"x-should-retry": "false"})
+    assert (await store.freeze("k")).version == snapshot.version
+
+
+@pytest.mark.promise("CP-5")
+async def test_a_record_that_comes_after_freeze_makes_the_snapshot_undroppable() -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store)
+    await recorder.begin("k", "c1")
+    old = await store.freeze("k")
+    await recorder.record(evidence("c1"))
+    assert not await store.drop("k", snapshot_id=old.snapshot_id, version=old.version)
+    assert (await store.freeze("k")).incomplete
+
+
+async def test_a_drained_result_after_freeze_is_dropped_without_a_mark() -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store)
+    await recorder.begin("k", "c1")
+    await recorder.abort("k", "c1", "client_gone")
+    old = await store.freeze("k")
+    await recorder.record(evidence("c1", client_gone=True))
+    assert (await store.freeze("k")) == old
+    assert not old.incomplete
+
+
+@pytest.mark.promise("CP-6")
+async def test_an_upstream_failure_and_a_clean_retry_leave_the_rollout_whole() -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store)
+    few_shot = [user("q"), assistant("shown"), user("hi")]
+    await recorder.begin("k", "c1")
+    await recorder.abort("k", "c1", "upstream:model_unavailable", request_items=few_shot)
+    await recorder.begin("k", "c2")
+    await recorder.record(evidence("c2", few_shot))
+    snapshot = await store.freeze("k")
+    assert [(e.parent_decision, e.parent_resolution_reason) for e in snapshot.entries] == [("root", "first_call")]
+    assert not snapshot.incomplete
+
+
+async def test_a_turn_kept_from_an_aborted_first_call_is_not_taken_for_a_root() -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store)
+    await recorder.begin("k", "c1")
+    await recorder.abort("k", "c1", "upstream:transport_dropped", request_items=[user("hi")])
+    await recorder.begin("k", "c2")
+    await recorder.record(evidence("c2", [user("hi"), assistant("half a turn"), user("go on")]))
+    assert [e.parent_decision for e in (await store.freeze("k")).entries] == ["unresolved"]
+
+
+async def test_a_cancelled_caller_still_leaves_a_record(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "c.sqlite")
+    recorder = Recorder(store, reader=store)
+    await recorder.begin("k", "c1")
+    call = asyncio.create_task(recorder.record(evidence("c1")))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await recorder.close()
+    assert [e.model_call_id for e in await store.open_entries("k")] == ["c1"]
+    await store.close()
+
+
+async def test_intents_carry_the_writer(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "c.sqlite")
+    recorder = Recorder(store, reader=store, writer_epoch="me")
+    await recorder.begin("k", "c1", intent=Intent(stream=True, request_digest="d", retry_count=1))
+    assert (await store.list_captures())[0].writer_epochs == ("me",)
+    await store.close()
+
+
+class Foreign:
+    """A sink with exactly NeMo Gym's signatures."""
+
+    def __init__(self) -> None:
+        self.entries: list[TokenEntry] = []
+        self.begun: list[tuple[str, str]] = []
+        self.marks: list[tuple[str, str]] = []
+        self.broken = False
+
+    async def begin_call(self, rollout_id: str, model_call_id: str) -> None:
+        self.begun.append((rollout_id, model_call_id))
+
+    async def put(self, entry: TokenEntry) -> None:
+        if self.broken:
+            raise OSError("their disk is full")
+        self.entries.append(entry)
+
+    async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None:
+        self.marks.append((rollout_id, model_call_id))
+
+    async def close(self) -> None:
+        raise AssertionError("a recorder closes nothing that it was given")
+
+
+@pytest.mark.promise("CP-16")
+async def test_a_sink_with_exactly_their_signatures_is_served() -> None:
+    sink = Foreign()
+    recorder = Recorder(sink)
+    talk = Conversation()
+    for _ in range(3):
+        await talk.turn(recorder)
+    await recorder.abort("k", "c9", "client_gone")
+    await recorder.incomplete("k", "", "unobserved_path:POST /v1/x")
+    sink.broken = True
+    await recorder.record(evidence("c4"))
+    await recorder.close()
+    assert sink.begun == [("k", call) for call in talk.calls]
+    assert [(e.parent_decision, e.parent_resolution_reason) for e in sink.entries] == [("unresolved", DEFERRED)] * 3
+    assert [len(e.prompt_token_ids) for e in sink.entries] == [3, 6, 9]
+    assert sink.marks == [("k", ""), ("k", "c4")]
+    assert len(recorder.notes) == 3  # no intent, no abort, no reads: said at start-up
+
+
+@pytest.mark.promise("CP-16")
+async def test_a_sink_without_begin_call_is_served() -> None:
+    class Least:
+        def __init__(self) -> None:
+            self.entries: list[TokenEntry] = []
+
+        async def put(self, entry: TokenEntry) -> None:
+            self.entries.append(entry)
+
+        async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None: ...
+
+        async def close(self) -> None: ...
+
+    sink = Least()
+    recorder = Recorder(sink)  # type: ignore[arg-type]
+    await recorder.begin("k", "c1")
+    await recorder.record(evidence("c1"))
+    assert [e.model_call_id for e in sink.entries] == ["c1"]
+
+
+def test_a_sink_that_cannot_say_that_a_call_was_lost_is_refused() -> None:
+    class Mute:
+        async def put(self, entry: TokenEntry) -> None: ...
+
+    with pytest.raises(ConfigError, match="Mute has no mark_incomplete"):
+        Recorder(Mute())  # type: ignore[arg-type]
+
+
+async def test_a_failing_intent_fails_the_call_before_it_is_sent() -> None:
+    class Broken(MemoryStore):
+        async def begin_call(self, rollout_id: str, model_call_id: str, *, intent: Intent | None = None) -> Any:
+            raise OSError("no space")
+
+    with pytest.raises(CaptureError, match=r"c1 of k.*no space"):
+        await Recorder(Broken()).begin("k", "c1")
+
+
+async def test_a_put_and_a_mark_that_both_fail_leave_the_open_intent_to_say_it() -> None:
+    class Broken(MemoryStore):
+        async def put(self, entry: TokenEntry) -> Any:
+            raise OSError("no space")
+
+        async def mark_incomplete(self, rollout_id: str, model_call_id: str = "", *, reason: str | None = None) -> None:
+            raise OSError("no space")
+
+    store = Broken()
+    recorder = Recorder(store, reader=store)
+    await recorder.begin("k", "c1")
+    await recorder.record(evidence("c1"))
+    assert (await store.freeze("k")).reasons == ("dangling_intent:c1",)
+
+
+async def test_a_reader_that_fails_leaves_the_decision_to_the_builder() -> None:
+    class Blind(MemoryStore):
+        async def open_entries(self, rollout_id: str, since: int = 0) -> tuple[TokenEntry, ...]:
+            raise OSError("unreadable")
+
+    store = Blind()
+    await Recorder(store, reader=store).begin("k", "elsewhere")
+    recorder = Recorder(store, reader=store)
+    await recorder.begin("k", "c1")
+    await recorder.record(evidence("c1"))
+    assert [e.parent_resolution_reason for e in (await store.freeze("k")).entries] == [DEFERRED]
+
+
+async def test_freezing_lets_the_index_go() -> None:
+    store, talk = MemoryStore(), Conversation()
+    recorder = Recorder(store, reader=store)
+    await talk.turn(recorder)
+    assert "k" in recorder._rollouts
+    await store.freeze("k")
+    assert "k" not in recorder._rollouts
+    await recorder.close()
+    assert store.freeze_listeners == []
