@@ -9,6 +9,7 @@ then on it is `auto`, since a model that is forced for ever could never answer.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from toprope.errors.tree import ConfigError
@@ -36,14 +37,13 @@ class ToolLoop(Agent):
             reply = await activation.model.responses({**request, "input": history + output})
             usage.append(reply.get("usage"))
             output.extend(reply["output"])
-            activation.partial = _unfinished(reply, output, usage)
+            activation.partial = partial(_unfinished, reply, output, usage)
             calls = [item for item in reply["output"] if item.get("type") == "function_call"]
             if not calls or reply.get("status") in ("incomplete", "failed"):
                 return _finished(reply, output, usage, activation, reply.get("status", "completed"))
             for call in calls:
                 result = await activation.call_tool(call)
                 output.append({"type": "function_call_output", "call_id": call.get("call_id"), "output": result.text})
-                activation.partial = _unfinished(reply, output, usage)
             if _forces(request.get("tool_choice")):
                 request["tool_choice"] = "auto"
             if step == steps:

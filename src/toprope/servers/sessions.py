@@ -18,6 +18,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import msgspec
+
+from toprope.canonical.digest import digest_bytes, digest_value
 from toprope.correlation.context import RolloutContext, bound_rollout
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import CapacityReached, Conflict, Forbidden, SessionLost, TopropeError
@@ -343,6 +346,18 @@ class SessionRegistry(Generic[S]):
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # logged where it was raised; whoever waits sees it too
+
+
+def payload_digest(payload: msgspec.Struct) -> str:
+    """A digest of what a seed says, whatever the order of its keys."""
+    try:
+        # It was decoded from JSON, so it is finite, and the quick road is exact.
+        return digest_bytes(_sorted_encoder.encode(payload))
+    except (UnicodeEncodeError, OverflowError):
+        return digest_value(msgspec.to_builtins(payload))
+
+
+_sorted_encoder = msgspec.json.Encoder(order="sorted")
 
 
 def _digest(token: str | None) -> bytes | None:

@@ -10,7 +10,7 @@ Left to others: sessions, activations, joining and replaying (`server`); tools (
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,8 +81,8 @@ class ModelAccess:
 class Activation:
     """One request to the agent, and what it may use.
 
-    `max_steps` bounds the model calls (None: the agent's own bound). `partial` is what the agent has so far, as a
-    Responses object: it is returned by the session's close if the activation never ends. `extended` says that the
+    `max_steps` bounds the model calls (None: the agent's own bound). `partial` gives what the agent has so far, as a
+    Responses object: it is asked by the session's close if the activation never ends. `extended` says that the
     caller reads fields beyond the Responses format.
     """
 
@@ -93,7 +93,7 @@ class Activation:
     number: int = 1
     max_steps: int | None = None
     extended: bool = False
-    partial: dict[str, Any] | None = None
+    partial: Callable[[], dict[str, Any]] | None = None
 
     async def call_tool(self, call: Mapping[str, Any]) -> ToolResult:
         """Run one `function_call` item over the session's grants, and record it. Raises `ToolUnavailable`."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from toprope.canonical.digest import digest_bytes, digest_value
+from toprope.canonical.digest import digest_bytes
 from toprope.errors.body import error_body
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import BadRequest, TopropeError
@@ -34,7 +34,7 @@ from toprope.protocol.sessions import (
 from toprope.servers.agent.activations import Activations
 from toprope.servers.agent.agent import Activation, Agent, ModelAccess, Observations
 from toprope.servers.session_door import SessionDoor, check_key, close_token, lease_s, working_for
-from toprope.servers.sessions import SeedCall, Session, SessionRegistry
+from toprope.servers.sessions import SeedCall, Session, SessionRegistry, payload_digest
 from toprope.tools.access import ToolAccess
 
 
@@ -114,7 +114,7 @@ class AgentServer:
         seed = await request.decode(AgentSeedSessionRequest)
         key = seed.episode_id.key
         check_key(request, key)
-        payload = digest_value(msgspec.to_builtins(seed))
+        payload = payload_digest(seed)
         call = SeedCall(seed.agent_session_id, key, payload, close_token(request), lease_s(request))
         with working_for(key):
             answer = await self.sessions.seed(call, partial(self._allocate, seed))
@@ -144,12 +144,12 @@ class AgentServer:
     async def _release(self, session: Session[AgentState]) -> AgentCloseSessionResponse:
         state = session.value
         assert state is not None
-        unfinished = state.current if not state.ended else None
+        partial = state.current.partial if state.current is not None and not state.ended else None
         return AgentCloseSessionResponse(
             session.session_id,
             state.observations.snapshot(),
             state.tools.resources_cookies,
-            partial_response=None if unfinished is None else unfinished.partial,
+            partial_response=None if partial is None else partial(),
         )
 
     # -- activations ---------------------------------------------------------------------------------------------

@@ -19,7 +19,6 @@ from typing import Any
 
 import msgspec
 
-from toprope.canonical.digest import digest_value
 from toprope.errors.body import error_body
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import BadRequest, NotFound, SessionLost, ToolError, TopropeError
@@ -35,7 +34,7 @@ from toprope.protocol.sessions import (
 from toprope.servers.resources.environment import Environment, Verdict
 from toprope.servers.session_door import SessionDoor, check_key, close_token, lease_s, working_for
 from toprope.servers.session_table import State
-from toprope.servers.sessions import SeedCall, Session, SessionRegistry
+from toprope.servers.sessions import SeedCall, Session, SessionRegistry, payload_digest
 from toprope.tools.spec import ToolSpec
 from toprope.tools.workers import WorkerThreads
 
@@ -101,7 +100,7 @@ class ResourcesServer:
         call = SeedCall(
             seed.resources_session_id,
             key,
-            digest_value(msgspec.to_builtins(seed)),
+            payload_digest(seed),
             close_token(request),
             lease_s(request),
         )
@@ -112,7 +111,9 @@ class ResourcesServer:
         return json_reply(answer, cookies=self._door.cookies(seed.resources_session_id))
 
     async def _allocate(self, seed: ResourcesSeedSessionRequest) -> tuple[Any, ResourcesSeedSessionResponse]:
-        state = await self._author("seed", Kind.SEED_FAILED, self.environment.seed, seed.task_data)
+        state = None
+        if self.environment.stateful:
+            state = await self._author("seed", Kind.SEED_FAILED, self.environment.seed, seed.task_data)
         handle = self.environment.env_session_id(state)
         return state, ResourcesSeedSessionResponse(seed.resources_session_id, env_session_id=handle)
 
@@ -124,7 +125,8 @@ class ResourcesServer:
         return json_reply(ResourcesCloseSessionResponse(close.resources_session_id, outcome))
 
     async def _release(self, session: Session[Any]) -> None:
-        await self.workers.call(self.environment.release, session.value)
+        if type(self.environment).release is not Environment.release:
+            await self.workers.call(self.environment.release, session.value)
 
     # -- tools and verify ----------------------------------------------------------------------------------------
 
