@@ -163,14 +163,16 @@ def _reasons_without_terminal(case: _Case) -> set[str]:
     if questions:
         found.add(reasons.UNRESOLVED_RETRY)
     leaves, roots = case.leaves(), case.roots()
+    paths = [leaf.path() for leaf in leaves]
+    whole = [path[-1] for path in paths if not any(fault for call in path for fault in call.faults_here())]
     if len(roots) - sum(_spare(group, roots) for group in questions) > 1:
         found.add(reasons.SEVERAL_ROOTS)
-    if len(leaves) - sum(_spare(group, leaves) for group in questions) > 1:
+    if len(whole) - sum(_spare(group, whole) for group in questions) > 1:
         found.add(reasons.SEVERAL_CHAINS)
     if not leaves:
         found.add(reasons.NO_GENERATION)
-    for leaf in leaves:
-        found |= _reasons_on_path(leaf.path())
+    for path in paths:
+        found |= _reasons_on_path(path)
     return found
 
 
