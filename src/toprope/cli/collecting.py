@@ -6,6 +6,7 @@ Left to others: the run (`launch.run`), the display (`progress`), tables (`table
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from toprope.collector.summary import Summary
 from toprope.launch.config import Configuration, load_configuration
 from toprope.launch.construct import importable
 from toprope.launch.run import RunJob, require_run
+from toprope.launch.world import World
 from toprope.results.layout import RunDir
 
 
@@ -43,8 +45,10 @@ def collect(
     screen = display(as_json=as_json)
 
     async def command(interrupts: Interrupts) -> Summary:
-        def ready(collector: Collector) -> None:
+        def ready(collector: Collector, world: World) -> None:
             interrupts.on_first = collector.stop
+            for address in world.bound():
+                print(f"{address.name} ({address.role}) listens at {address.url}", file=sys.stderr, flush=True)
 
         with screen:
             return await job.collect(observers=[screen], ready=ready)

@@ -7,22 +7,33 @@ import contextlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
 
+SAME_S = 0.25
+"""One Ctrl-C can arrive twice: from the terminal, and passed on by a parent such as make or timeout."""
+
+
 class Interrupts:
     """Counts SIGINT and SIGTERM. The first calls `on_first` (default: cancel the command), the second ends at once."""
 
-    def __init__(self, task: asyncio.Task[Any]) -> None:
+    def __init__(self, task: asyncio.Task[Any], clock: Callable[[], float] = time.monotonic) -> None:
         self.count = 0
         self.on_first: Callable[[], object] = task.cancel
+        self._clock = clock
+        self._first = 0.0
 
     def __call__(self) -> None:
+        now = self._clock()
+        if self.count and now - self._first < SAME_S:
+            return
         self.count += 1
         if self.count == 1:
+            self._first = now
             self.on_first()
         else:
             # Rows and records are appended whole and synced, so there is nothing that leaving now could tear.

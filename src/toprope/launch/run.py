@@ -49,9 +49,10 @@ class RunJob:
         check_capture(configuration, self.parts)
 
     async def collect(
-        self, *, observers: Sequence[Observer] = (), ready: Callable[[Collector], None] | None = None
+        self, *, observers: Sequence[Observer] = (), ready: Callable[[Collector, World], None] | None = None
     ) -> Summary:
-        """Run it. On return everything is on disk and nothing runs any more; `ready` gets the collector, to stop it.
+        """Run it. On return everything is on disk and nothing runs any more; `ready` gets the
+        collector, to stop it, and the world that it runs on.
 
         Raises `ConfigError` and `EngineUnavailable` with nothing left behind.
         """
@@ -70,7 +71,7 @@ class RunJob:
                 check_capture(self.configuration, self.parts)  # again: some engines know only once they are up
                 self.collector = collector = self._collector(world, workspace, observers)
                 if ready is not None:
-                    ready(collector)
+                    ready(collector, world)
                 return await collector.collect(self.tasks)
             finally:
                 await world.stop()

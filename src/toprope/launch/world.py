@@ -82,6 +82,7 @@ class World:
         self._on_session = on_session
         self._apps: list[ServerApp] = []
         self._bound: list[BoundServer] = []
+        self._recorders: list[Recorder] = []
         self._key = workspace.signing_key() if workspace is not None else secrets.token_bytes(32)
         self._calls = CallLog(workspace.calls) if workspace is not None else None
         if workspace is not None and capture:
@@ -103,11 +104,18 @@ class World:
             await _quietly(server.close(), server.app.name)
         for app in reversed(self._apps):
             await _quietly(app.stop(), app.name)
+        for recorder in self._recorders:
+            await _quietly(recorder.close(), "a recorder")
         if self.store is not None:
             await _quietly(self.store.close(), "the capture store")
         if self._calls is not None:
             self._calls.close()
         await _quietly(self.client.close(), "the client")
+
+    def bound(self) -> list[ServerAddress]:
+        """The servers of this process that others can reach over HTTP, in the order of the file."""
+        ours = [name for name, config in self.configuration.servers.items() if config.url is None]
+        return [self.addresses[name] for name in ours if self.addresses[name].url.startswith("http")]
 
     def peer(self, name: str) -> Peer:
         """The server `name` as this process reaches it: inline where it runs here, else at its URL."""
@@ -182,6 +190,7 @@ class World:
             recorder = Recorder(
                 self.store, reader=self.store, on_capture_error=self.configuration.capture.on_capture_error
             )
+            self._recorders.append(recorder)
         return target(
             name=name,
             engine=self.parts.engines[name],
