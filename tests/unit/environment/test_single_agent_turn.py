@@ -434,6 +434,21 @@ async def test_admission_is_bounded_and_a_full_queue_is_a_retryable_failure_of_i
     await asyncio.gather(first, return_exceptions=True)
 
 
+async def test_each_answered_close_is_told_and_a_lost_one_is_not(make_house: Any) -> None:
+    told: list[Any] = []
+    house = await make_house(on_session_closed=told.append)
+    await house.result()
+    assert [report.participant for report in told] == ["agent", "resources"]
+    assert {report.session_id for report in told} == {
+        house.log[0].body["resources_session_id"],
+        house.log[1].body["agent_session_id"],
+    }
+    told.clear()
+    house.resources.acts["/close_session"] = answer(500, b"no")
+    await house.result()
+    assert [report.participant for report in told] == ["agent"]
+
+
 async def test_the_provider_handle_is_told_at_once_and_stands_on_result_and_failure(make_house: Any) -> None:
     told: list[Any] = []
     house = await make_house(on_session=told.append)

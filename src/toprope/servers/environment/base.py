@@ -50,7 +50,8 @@ class EnvironmentServer:
 
     `capture`: the agent is selected for token capture. `tools` are the grants given to the agent (none by default).
     `tools_peer` is the resources server as the agent reaches it, where that is not as this server does (inline).
-    Times in seconds, as in episode.md. Raises `ConfigError` for settings that leave the agent no time.
+    `on_session` hears of each seed reply before the next step, `on_session_closed` of each answered close. Times are in
+    seconds. Raises `ConfigError` for settings that leave the agent no time.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class EnvironmentServer:
         verify_timeout_s: float = 300.0,
         cleanup_timeout_s: float = 30.0,
         on_session: OnSession | None = None,
+        on_session_closed: OnSession | None = None,
         limits: Limits | None = None,
         api_key: str | None = None,
     ) -> None:
@@ -95,6 +97,7 @@ class EnvironmentServer:
             gradable_on_timeout=gradable_on_timeout,
             close_reply_optional=close_reply == "optional",
             on_session=self._report,
+            on_closed=on_session_closed,
         )
         self._slots = None if max_concurrent_episodes is None else asyncio.Semaphore(max_concurrent_episodes)
         self._queue_timeout_s = queue_timeout_s

@@ -75,6 +75,7 @@ class Plan:
     gradable_on_timeout: bool = False
     close_reply_optional: bool = False
     on_session: OnSession | None = None
+    on_closed: OnSession | None = None
 
 
 class DeadlinePassed(TopropeError):
@@ -158,11 +159,17 @@ class Episode:
         handle = handle if isinstance(handle, str) else None
         if participant is self.resources:
             self.env_session_id = handle
-        if self.plan.on_session is None:
+        await self._tell(self.plan.on_session, participant, handle)
+
+    async def closed(self, participant: Participant) -> None:
+        """Tell whoever listens that a close was answered."""
+        await self._tell(self.plan.on_closed, participant, None)
+
+    async def _tell(self, listener: OnSession | None, participant: Participant, handle: str | None) -> None:
+        if listener is None:
             return
-        report = SessionReport(self.episode_id, participant.door.role, participant.session_id, handle)
         try:
-            told = self.plan.on_session(report)
+            told = listener(SessionReport(self.episode_id, participant.door.role, participant.session_id, handle))
             if inspect.isawaitable(told):
                 await told
         except Exception:  # a diagnostic must not cost the episode
@@ -192,7 +199,10 @@ class Episode:
         while self._open:
             participant = self._open.pop()
             closed = await participant.close_quietly()
-            if closed is not None and participant is self.agent:
+            if closed is None:
+                continue
+            await self.closed(participant)
+            if participant is self.agent:
                 self.keep_partial(closed)
 
     def _mint(self, door: Any, peer: Peer) -> Participant:

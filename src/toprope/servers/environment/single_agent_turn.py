@@ -131,6 +131,7 @@ class SingleAgentTurn(EpisodeProtocol):
                 delivery=getattr(error, "delivery", None),
                 upstream_status=getattr(error, "upstream_status", None),
             ) from error
+        await episode.closed(agent)
         episode.keep_partial(closed)
         return closed
 
