@@ -290,8 +290,9 @@ class SessionRegistry(Generic[S]):
             await asyncio.sleep(interval)
             self.sweep()
 
-    async def release_all(self) -> None:
-        """Release every session that is left, for a server that stops. Failures are logged."""
+    async def release_all(self, timeout_s: float = 30.0) -> None:
+        """Release every session that is left, for a server that stops; at most for `timeout_s`. Failures are logged."""
+        until = asyncio.get_running_loop().time() + timeout_s
         waiting: list[asyncio.Task[Any]] = []
         for session in self._sessions.values():
             if session.state in (State.SEEDING, State.OPEN, State.UNRELEASED):
@@ -300,7 +301,11 @@ class SessionRegistry(Generic[S]):
                     session.closing = self._spawn(self._release(session))
             waiting.extend(task for task in (session.seeding, session.closing) if task is not None and not task.done())
         while waiting:
-            await asyncio.wait(waiting)
+            left = until - asyncio.get_running_loop().time()
+            if left <= 0:
+                log.error("%d %s sessions could not be released within %g s", len(self), self._noun, timeout_s)
+                return
+            await asyncio.wait(waiting, timeout=left)
             waiting = [task for task in self._tasks if not task.done()]
 
     # -- book-keeping --------------------------------------------------------------------------------------------

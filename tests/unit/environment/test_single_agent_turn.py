@@ -320,6 +320,19 @@ async def test_a_transient_agent_close_failure_still_yields_the_reward(house: Ho
 
 
 @pytest.mark.promise("EP-5")
+async def test_an_agent_that_cannot_be_closed_in_its_share_is_not_verified_and_cannot_eat_the_resources_share(
+    make_house: Any,
+) -> None:
+    house = await make_house(cleanup_timeout_s=0.2)
+    house.agent.acts["/v1/agent_sessions/close"] = hang
+    failure = await house.failure()
+    assert (failure["stage"], failure["terminal"]) == ("cleanup", False)
+    assert failure["partial_response"] == RESPONSE
+    assert house.steps[-1] == "resources /close_session"
+    assert not house.calls("/verify")
+
+
+@pytest.mark.promise("EP-5")
 async def test_an_agent_whose_close_reply_is_optional_is_verified_without_it_and_with_a_gap(make_house: Any) -> None:
     house = await make_house(close_reply="optional")
     house.agent.acts["/v1/agent_sessions/close"] = answer(500, b"stuck")

@@ -273,6 +273,16 @@ async def test_a_full_house_says_so_and_a_replayed_seed_needs_no_room() -> None:
     assert await house.seed("b") == "reply 2"
 
 
+async def test_a_release_that_never_ends_does_not_keep_the_server_from_stopping(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    house = House()
+    await house.seed()
+    with house.registry.use("s"):
+        await house.registry.release_all(timeout_s=0.01)
+    assert "1 test sessions could not be released within 0.01 s" in caplog.text
+
+
 async def test_a_session_is_used_and_released_for_its_own_rollout() -> None:
     house = House(ttl_s=10)
     await house.seed()
