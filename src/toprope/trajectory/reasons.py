@@ -92,3 +92,25 @@ def in_order(reasons: set[str]) -> tuple[str, ...]:
     """Reasons in the order of the table, unknown ones last by name."""
     rank = {name: index for index, name in enumerate(REASONS)}
     return tuple(sorted(reasons, key=lambda name: (rank.get(name, len(rank)), name)))
+
+
+def page() -> str:
+    """docs/reference/mask-reasons.md; `python -m toprope.trajectory.reasons` prints it."""
+    rows = "\n".join(f"| `{name}` | {said} |" for name, said in REASONS.items())
+    return f"""# Mask reasons
+
+A row that capture masks has `mask_sample: true` at top level and all its reasons in `_ng_token_capture.mask_reasons`,
+in the order of this table. Reward and the verifier's fields stay as they are; an environment's own mask gives no
+reason here. Which calls are meant stands in `_ng_token_capture.parent_link_failures` (call id to reason and detail) and
+`_ng_token_capture.incomplete_reasons`. Why these things mask: [masking](../explanation/masking.md).
+
+| reason | what it means |
+| --- | --- |
+{rows}
+
+This page is written from the table in `toprope.trajectory.reasons`.
+"""
+
+
+if __name__ == "__main__":
+    print(page(), end="")
