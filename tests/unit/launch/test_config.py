@@ -93,7 +93,7 @@ def test_a_key_written_twice_is_refused_with_both_lines(tmp_path: Path) -> None:
 
 
 def test_an_absent_file_and_an_empty_file_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="absent.yaml: the configuration cannot be read: No such file"):
+    with pytest.raises(ConfigError, match=r"absent\.yaml: the configuration cannot be read: No such file"):
         load_configuration(tmp_path / "absent.yaml", (), {})
     with pytest.raises(ConfigError, match="a mapping with the keys servers and run"):
         load(tmp_path, text="")

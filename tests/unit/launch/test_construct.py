@@ -56,7 +56,7 @@ def test_a_class_beside_the_configuration_is_found(tmp_path: Path) -> None:
     (tmp_path / "my_engines_beside.py").write_text("class Mine:\n    pass\n")
     importable(tmp_path)
     assert find("my_engines_beside:Mine", "toprope.engines", WHERE).__name__ == "Mine"
-    with pytest.raises(ConfigError, match="my_engines_beside:Other' cannot be loaded: .*'Other'"):
+    with pytest.raises(ConfigError, match=r"my_engines_beside:Other' cannot be loaded: .*'Other'"):
         find("my_engines_beside:Other", "toprope.engines", WHERE)
     with pytest.raises(ConfigError, match="No module named 'nowhere_at_all'"):
         find("nowhere_at_all:Class", "toprope.engines", WHERE)
