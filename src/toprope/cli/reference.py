@@ -55,7 +55,8 @@ def _help(name: str, command: Any) -> str:
     if not text:
         raise ValueError(f"{name} has no help")
     prose, _, example = text.partition("\b\n")
-    return prose.strip() + (f"\n\n    {example.strip()}".replace("\n", "\n    ") if example else "")
+    lines = [f"    {line.strip()}" for line in example.splitlines() if line.strip()]
+    return "\n".join([prose.strip(), "", *lines]).rstrip()
 
 
 def _parameters(name: str, command: Any) -> list[str]:
@@ -65,7 +66,7 @@ def _parameters(name: str, command: Any) -> list[str]:
             continue
         text = getattr(parameter, "help", None)
         is_option = parameter.param_type_name == "option"
-        label = ", ".join(parameter.opts) if is_option else str(parameter.human_readable_name)
+        label = ", ".join(parameter.opts) if is_option else str(parameter.metavar or parameter.name.upper())
         if not text:
             raise ValueError(f"{name} {label} has no help")
         rows.append(f"| `{label}` | {text} |")

@@ -48,19 +48,20 @@ servers share one process and call each other without sockets. A server binds a 
 
 def render() -> str:
     """The whole page. Raises `ValueError` naming a setting that has no description."""
-    parts = [INTRODUCTION, _table("The file", Config)]
-    parts += [_table(f"servers: `role: {role}`", kind) for role, kind in ROLES.items()]
+    parts = [INTRODUCTION, table("The file", Config)]
+    parts += [table(f"servers: `role: {role}`", kind) for role, kind in ROLES.items()]
     parts += [
-        _table("run", RunConfig),
-        _table("run.tasks: one source", TaskSource),
-        _table("run.environment: one share", EnvironmentShare),
-        _table("run.transport", TransportConfig),
-        _table("token_id_capture", CaptureConfig),
+        table("run", RunConfig),
+        table("run.tasks: one source", TaskSource),
+        table("run.environment: one share", EnvironmentShare),
+        table("run.transport", TransportConfig),
+        table("token_id_capture", CaptureConfig),
     ]
     return "\n".join(parts)
 
 
-def _table(title: str, kind: Any) -> str:
+def table(title: str, kind: Any) -> str:
+    """The settings of one struct under a heading. Raises `ValueError` naming a setting that has no description."""
     hints = get_type_hints(kind, include_extras=True)
     lines = [f"## {title}", "", "| key | value | default | meaning |", "| --- | --- | --- | --- |"]
     for field in msgspec.structs.fields(kind):
