@@ -130,27 +130,25 @@ class Evidence:
 def read(rollout_id: str, entries: Iterable[TokenEntry]) -> Evidence:
     """Verify the records of one rollout. The result depends on the set of records, not on order or copies."""
     held, conflicts = _distinct(entries)
-    decided = decide_deferred(entry for call_id, entry in held.items() if call_id not in conflicts)
-    held.update((entry.model_call_id, entry) for entry in decided)
+    held = {entry.model_call_id: entry for entry in decide_deferred(held.values())}
     evidence = Evidence(calls={}, aside=dict.fromkeys(sorted(conflicts), reasons.CONFLICT), conflicts=conflicts)
     ring = _rings(held)
     for call_id in _parents_first(held):
-        entry = held[call_id]
-        if call_id not in conflicts:
-            _hold(evidence, entry, rollout_id, held, in_ring=call_id in ring)
+        _hold(evidence, held[call_id], rollout_id, held, in_ring=call_id in ring)
     evidence.calls = dict(sorted(evidence.calls.items()))
     _link(evidence)
     return evidence
 
 
 def _distinct(entries: Iterable[TokenEntry]) -> tuple[dict[str, TokenEntry], frozenset[str]]:
+    """The records by call id, and the ids whose copies differ: of those none is believed, nor what it claims."""
     held: dict[str, TokenEntry] = {}
     conflicts = set()
     for entry in entries:
         first = held.setdefault(entry.model_call_id, entry)
         if first is not entry and first != entry:
             conflicts.add(entry.model_call_id)
-    return held, frozenset(conflicts)
+    return {call_id: entry for call_id, entry in held.items() if call_id not in conflicts}, frozenset(conflicts)
 
 
 def _claim(entry: TokenEntry) -> str | None:
@@ -229,11 +227,12 @@ def _fault_of(
         return (None, None) if entry.parent_call_id is None else (reasons.MALFORMED, None)
     if entry.parent_decision != "resolved":
         return reasons.MALFORMED, None
+    if claim in evidence.conflicts:
+        return reasons.CONFLICT, None
     if claim is None or claim not in held:
         return reasons.PARENT_MISSING, f"{reasons.PARENT_MISSING}:{claim}"
     if claim in evidence.aside:
-        conflicting = claim in evidence.conflicts
-        return (reasons.CONFLICT if conflicting else reasons.PARENT_UNUSABLE), None
+        return reasons.PARENT_UNUSABLE, None
     return None, None
 
 

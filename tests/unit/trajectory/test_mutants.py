@@ -51,7 +51,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "first != entry",
         "first.generation_token_ids.tolist() != entry.generation_token_ids.tolist()",
     ),
-    "conflicting_parent_is_used": ("evidence", "if call_id not in conflicts:", "if True:"),
+    "conflicting_parent_is_used": ("evidence", "if call_id not in conflicts}, frozenset", "}, frozenset"),
     "parent_claim_not_verified": (
         "evidence",
         "if claimed is not None and not _continues(prompt, claimed):",
