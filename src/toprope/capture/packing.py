@@ -95,7 +95,8 @@ def pack(entry: TokenEntry, *, skip: int = 0) -> bytes:
     log_probs = entry.generation_log_probs
     if not np.isfinite(log_probs).all():  # no TokenEntry is made like this; a store is the last place to notice
         raise BadRecord("bad_logprob", f"call {entry.model_call_id}: a logprob is not finite")
-    narrow = log_probs.astype("<f4")
+    with np.errstate(over="ignore"):  # what overflows is not equal afterwards, and stays f64
+        narrow = log_probs.astype("<f4")
     flags = 0
     if np.array_equal(narrow.astype(np.float64).view(np.uint64), np.ascontiguousarray(log_probs).view(np.uint64)):
         flags, log_probs = _F32, narrow

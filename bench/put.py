@@ -1,0 +1,228 @@
+"""PF-4: begin_call + put of 128 rollouts at once. PF-5: a call deep in a rollout, and an early one. PF-6: a long one.
+
+Baseline of PF-4, in the same run and directory: one JSONL file a rollout, a line for the intent and one for the entry,
+each followed by a sync, on a pool of threads. Ratios and CPU time are what to read; wall times follow the disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import resource
+import sqlite3
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.figures import Figure
+from toprope.canonical.json import dumps
+from toprope.capture.recorder import CallEvidence, Recorder
+from toprope.capture.sqlite_store import SqliteStore
+from toprope.tokens.entry import TokenEntry
+from toprope.tokens.sampled import SampledTokens
+from toprope.trajectory.build import Trainable, build
+
+ROLLOUTS, CALLS = 128, 20
+PROMPT, GENERATED = 400, 100
+DEEP, EARLY, WINDOW, ROUND = 5000, 10, 100, 61
+LONG_CALLS, LONG_TOKENS = 1000, 61
+
+
+def cpu() -> float:
+    """CPU seconds of this process, all threads, user and system."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def message(role: str, text: str) -> dict[str, Any]:
+    return {"type": "message", "role": role, "content": [{"type": "output_text", "text": text}]}
+
+
+def entry(key: str, call: int, prompt: np.ndarray, log_probs: np.ndarray) -> TokenEntry:
+    return TokenEntry(
+        rollout_id=key,
+        model_call_id=f"call-{time.time_ns():016x}{call:08x}",
+        model="bench",
+        created_at=time.time(),
+        prompt_token_ids=prompt,
+        generation_token_ids=prompt[: len(log_probs)],
+        generation_log_probs=log_probs,
+        output_items=(
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "x" * 300}]},
+        ),
+        token_item_index=0,
+        finish_reason="stop",
+        sampling={"temperature": 1.0, "max_output_tokens": 512},
+    )
+
+
+async def timed(work: Callable[[], Awaitable[None]]) -> tuple[float, float]:
+    """Wall and CPU seconds of `work`."""
+    started, used = time.perf_counter(), cpu()
+    await work()
+    return time.perf_counter() - started, cpu() - used
+
+
+async def many_rollouts(directory: Path) -> list[Figure]:
+    generator = np.random.default_rng(1)
+    prompt = generator.integers(0, 150_000, PROMPT, dtype=np.uint32)
+    log_probs = -generator.random(GENERATED)
+    for array in (prompt, log_probs):
+        array.flags.writeable = False
+    store = SqliteStore(directory / "capture.sqlite")
+    pool = ThreadPoolExecutor(32)
+    loop = asyncio.get_running_loop()
+
+    async def ours(n: int, calls: int = CALLS) -> None:
+        for call in range(calls):
+            made = entry(f"rollout.{n}-0", call, prompt, log_probs)
+            await store.begin_call(made.rollout_id, made.model_call_id)
+            await store.put(made)
+
+    def append(path: Path, line: bytes) -> None:
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        os.write(handle, line)
+        os.fsync(handle)
+        os.close(handle)
+
+    async def theirs(n: int) -> None:
+        for call in range(CALLS // 4):
+            made = entry(f"rollout.{n}-0", call, prompt, log_probs)
+            intents, tokens = directory / f"{n}.intents", directory / f"{n}.tokens.jsonl"
+            await loop.run_in_executor(pool, append, intents, made.model_call_id.encode() + b"\n")
+            await loop.run_in_executor(pool, append, tokens, json.dumps(made.model_dump()).encode() + b"\n")
+
+    await ours(0, 2)
+    wall, used = await timed(lambda: _all(ours(n) for n in range(ROLLOUTS)))
+    base_wall, base_used = await timed(lambda: _all(theirs(n) for n in range(ROLLOUTS)))
+    await store.close()
+    pool.shutdown()
+    rate, base = ROLLOUTS * CALLS / wall, ROLLOUTS * (CALLS // 4) / base_wall
+    per_call, base_per_call = used / (ROLLOUTS * CALLS), base_used / (ROLLOUTS * (CALLS // 4))
+    files = "one JSONL file a rollout, a sync a line"
+    return [
+        Figure("PF-4", "begin_call + put, 128 rollouts at once", rate, "calls/s", base, files, must=3500),
+        Figure("PF-4", "the same, CPU per call", per_call * 1e6, "us", base_per_call * 1e6, files),
+    ]
+
+
+async def _all(work: Iterable[Awaitable[None]]) -> None:
+    await asyncio.gather(*work)
+
+
+async def deep_rollout(directory: Path) -> list[Figure]:
+    """Calls through the recorder, as a model server makes them; ids and items grow as they do there."""
+    store = SqliteStore(directory / "deep.sqlite")
+    recorder = Recorder(store, reader=store)
+    items = [message("user", "begin")]
+    whole = np.arange(40 + DEEP * ROUND, dtype=np.uint32) % 150_000
+    whole.flags.writeable = False
+    at, gen = 40, 30
+    costs: list[float] = []
+    for call in range(DEEP + WINDOW):
+        said = message("assistant", f"turn {call}")
+        end = min(at, len(whole) - gen)
+        evidence = CallEvidence(
+            key="deep",
+            call_id=f"c{call:06}",
+            model="bench",
+            request_items=list(items),
+            output_items=[said],
+            tokens=SampledTokens(whole[:end].copy(), whole[end : end + gen].copy(), -np.ones(gen) / 3),
+        )
+        used = cpu()
+        await recorder.begin("deep", evidence.call_id)
+        await recorder.record(evidence)
+        costs.append(cpu() - used)
+        items += [said, message("user", f"go on {call}")]
+        at += ROUND
+        if call == EARLY + WINDOW:
+            early_bytes = await _stored(directory / "deep.sqlite", EARLY)
+    late_bytes = await _stored(directory / "deep.sqlite", DEEP - 10)
+    await recorder.close()
+    await store.close()
+    early, late = float(np.median(costs[EARLY : EARLY + WINDOW])), float(np.median(costs[DEEP - WINDOW : DEEP]))
+    return [
+        Figure(
+            "PF-5",
+            "CPU of call 5,000 of a rollout / of call 10 (recorder and store)",
+            late / early,
+            "x",
+            must=1.2,
+            aim=1.0,
+        ),
+        Figure("PF-5", "the same, CPU per call at call 5,000", late * 1e6, "us", early * 1e6, "call 10"),
+        Figure("PF-5", "bytes of call 5,000 / of call 10", late_bytes / early_bytes, "x", must=1.2, aim=1.0),
+    ]
+
+
+async def _stored(path: Path, call: int) -> int:
+    def read() -> int:
+        with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as connection:
+            row = connection.execute("SELECT length(data) FROM entry WHERE ordinal = ?", (call,)).fetchone()
+            return int(row[0])
+
+    return await asyncio.to_thread(read)
+
+
+async def long_rollout(directory: Path) -> list[Figure]:
+    path = directory / "long.sqlite"
+    store = SqliteStore(path)
+    recorder = Recorder(store, reader=store)
+    items = [message("user", "begin")]
+    gen, prompt = 30, np.arange(LONG_TOKENS - 30, dtype=np.uint32)
+    log_probs = -np.random.default_rng(2).random(gen)
+    for call in range(LONG_CALLS):
+        said = {
+            "type": "message",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": f"turn {call} " * 10}],
+        }
+        made = np.arange(call, call + gen, dtype=np.uint32)
+        await recorder.begin("long", f"call-{call:012x}")
+        await recorder.record(
+            CallEvidence(
+                key="long",
+                call_id=f"call-{call:012x}",
+                model="bench",
+                request_items=list(items),
+                output_items=[said],
+                tokens=SampledTokens(prompt, made, log_probs.copy()),
+                finish_reason="stop",
+                request_digest="d" * 64,
+            )
+        )
+        items += [said, message("user", "go on")]
+        prompt = np.concatenate([prompt, made, np.arange(LONG_TOKENS - gen, dtype=np.uint32)])
+    await store.close()
+    size = path.stat().st_size
+    store = SqliteStore(path)
+    used = cpu()
+    built = build(await store.freeze("long"))
+    used = cpu() - used
+    await store.close()
+    if not isinstance(built, Trainable):
+        raise SystemExit(f"the long rollout did not build: {built}")
+    native = len(dumps(built.traces[0].as_json()))
+    return [
+        Figure("PF-6", "stored bytes, rollout of 1,000 calls and 61,000 tokens", size / 1e6, "MB", must=2.0, aim=1.2),
+        Figure("PF-6", "freeze + build of it, CPU", used, "s", must=0.3, aim=0.1),
+        Figure("PF-6", "its native trace as JSON", native / 1e6, "MB", must=1.0),
+    ]
+
+
+async def main() -> None:
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as name:
+        for part in (many_rollouts, deep_rollout, long_rollout):
+            for figure in await part(Path(name)):
+                figure.emit()
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
