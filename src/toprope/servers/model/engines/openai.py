@@ -22,6 +22,7 @@ from toprope.protocol.headers import CLIENT_SESSION
 from toprope.servers.model.engines.base import Capabilities, EngineReply, EngineRequest, LogprobsMode, SampledTokens
 from toprope.servers.model.engines.provider_errors import provider_error
 from toprope.wire.chat import BadChatReply, ChatReply, read_chat_reply
+from toprope.wire.fields import write_object
 
 
 class OpenAIEngine:
@@ -87,7 +88,7 @@ class OpenAIEngine:
         pinned = request.want_tokens and self.capabilities.returns_ids
         asked = request.dialect == "chat" and request.body.get("logprobs") is True
         headers = {} if request.session is None else {CLIENT_SESSION: request.session}
-        reply = await self._send(body, headers)
+        reply = await self._send(write_object(body), headers)
         try:
             completion = read_chat_reply(reply.body, keep_logprobs=asked)
             output = output_from_chat(completion.message, request.call_id)
@@ -124,7 +125,7 @@ class OpenAIEngine:
             body["top_logprobs"] = top if isinstance(top, int) and not isinstance(top, bool) and top > 0 else 0
         return body, losses
 
-    async def _send(self, body: dict[str, Any], headers: dict[str, str]) -> Reply:
+    async def _send(self, body: bytes, headers: dict[str, str]) -> Reply:
         """The 200 of the endpoint; 429 and 5xx are sent again within one counter, Retry-After honoured."""
         deadline = time.monotonic() + self._retry_budget_s
         attempt = 0
@@ -138,7 +139,7 @@ class OpenAIEngine:
                 raise error
             await self._pause(delay)
 
-    async def _attempt(self, body: dict[str, Any], headers: dict[str, str]) -> Reply | EngineError:
+    async def _attempt(self, body: bytes, headers: dict[str, str]) -> Reply | EngineError:
         try:
             reply = await self._peer.request(
                 "POST", "/chat/completions", body=body, headers=headers, timeout_s=self._timeout_s
