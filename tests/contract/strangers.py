@@ -6,7 +6,6 @@ Nothing of the product is imported here; a test says so.
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import threading
@@ -359,7 +358,12 @@ def drive_an_episode(resources_url: str, agent_url: str, key: str, params: dict[
     episode = {"rollout_id": key, "attempt": 0}
     task = {"taskset": "theirs", "task_id": "1"}
     with httpx.Client(base_url=resources_url + prefix) as resources, httpx.Client(base_url=agent_url + prefix) as agent:
-        seed = {"resources_session_id": "theirs-r1", "episode_id": episode, "task_id": task, "task_data": {"start": 0}}
+        seed: dict[str, Any] = {
+            "resources_session_id": "theirs-r1",
+            "episode_id": episode,
+            "task_id": task,
+            "task_data": {"start": 0},
+        }
         SeedReply.model_validate_json(resources.post("/seed_session", json=seed).raise_for_status().content)
         grant = {
             "kind": "direct_http",
@@ -382,4 +386,4 @@ def drive_an_episode(resources_url: str, agent_url: str, key: str, params: dict[
         verified: dict[str, Any] = resources.post("/verify", json=body).raise_for_status().json()
         closing = {"resources_session_id": "theirs-r1", "episode_id": episode}
         CloseReply.model_validate_json(resources.post("/close_session", json=closing).raise_for_status().content)
-    return json.loads(json.dumps(verified))
+    return verified

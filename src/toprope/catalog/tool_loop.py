@@ -43,7 +43,8 @@ class ToolLoop(Agent):
                 return _finished(reply, output, usage, activation, reply.get("status", "completed"))
             for call in calls:
                 result = await activation.call_tool(call)
-                output.append({"type": "function_call_output", "call_id": call.get("call_id"), "output": result.text})
+                call_id = call.get("call_id") or call.get("id")
+                output.append({"type": "function_call_output", "call_id": call_id, "output": result.text})
             if _forces(request.get("tool_choice")):
                 request["tool_choice"] = "auto"
             if step == steps:

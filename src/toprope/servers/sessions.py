@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -31,6 +31,9 @@ log = logging.getLogger("toprope.sessions")
 
 S = TypeVar("S")
 REMEMBER_CLOSED_S = 300.0
+# A close that is sent again comes within the transport budget of its caller (15 s). Observations of finished rollouts
+# must not pile up for as long as ids are remembered: at 250 rollouts a second that would be hundreds of megabytes.
+KEEP_RECEIPT_S = 30.0
 QUIESCE_S = 10.0
 
 
@@ -72,14 +75,22 @@ class Session(Generic[S]):
     receipt: Any = None
     seeding: asyncio.Task[Any] | None = None
     closing: asyncio.Task[Any] | None = None
-    idle: asyncio.Event = field(default_factory=asyncio.Event)
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held by whoever must be alone with the session (tools of one session run one at a time)."""
+    idle: asyncio.Event | None = None
+    _turn: asyncio.Lock | None = None
 
     @property
-    def tokened(self) -> bool:
-        """Whether a close token was registered: such a session verifies and closes only with it."""
-        return self.token_digest is not None
+    def turn(self) -> asyncio.Lock:
+        """Held by whoever must be alone with the session (tools of one session run one at a time)."""
+        if self._turn is None:
+            self._turn = asyncio.Lock()
+        return self._turn
+
+    def shrink(self, now: float) -> None:
+        """Keep only what a closed id is remembered for: its token, its receipt, when it was closed."""
+        self.value = self.reply = self.seeding = self.closing = self.idle = self._turn = None
+        self.payload_digest = self.key = ""
+        self.lease_until = self.last_used = 0.0
+        self.closed_at = now
 
 
 class SessionRegistry(Generic[S]):
@@ -171,13 +182,12 @@ class SessionRegistry(Generic[S]):
         """
         session = self.open_session(session_id, key=key)
         session.users += 1
-        session.idle.clear()
         try:
             yield session
         finally:
             session.users -= 1
             session.last_used = self._clock()
-            if session.users == 0:
+            if session.users == 0 and session.idle is not None:
                 session.idle.set()
 
     def open_session(self, session_id: str, *, key: str | None = None) -> Session[S]:
@@ -248,12 +258,12 @@ class SessionRegistry(Generic[S]):
                 retryable=True,
             ) from error
         self._step(session, Event.RELEASED)
-        session.value = session.reply = session.seeding = None
-        session.closed_at = self._clock()
+        session.shrink(self._clock())
 
     async def _wait_idle(self, session: Session[S]) -> None:
         if session.users == 0:
             return
+        session.idle = asyncio.Event()
         try:
             async with asyncio.timeout(self._quiesce_s):
                 await session.idle.wait()
@@ -279,13 +289,16 @@ class SessionRegistry(Generic[S]):
                         "%s session %s of rollout %s expired: nobody closed it", self._noun, session_id, session.key
                     )
                     begun += 1
-            elif session.state is State.CLOSED and now >= session.closed_at + self._remember_closed_s:
-                self._step(session, Event.FORGET)
+            elif session.state is State.CLOSED:
+                if now >= session.closed_at + KEEP_RECEIPT_S:
+                    session.receipt = None
+                if now >= session.closed_at + self._remember_closed_s:
+                    self._step(session, Event.FORGET)
         return begun
 
     async def sweep_forever(self, every_s: float | None = None) -> None:
-        """Sweep until cancelled, every `every_s` seconds (a quarter of the TTL, at most 30 s, if not given)."""
-        interval = every_s if every_s is not None else max(0.05, min(30.0, self._ttl_s / 4))
+        """Sweep until cancelled, every `every_s` seconds (a quarter of the TTL, at most 15 s, if not given)."""
+        interval = every_s if every_s is not None else max(0.05, min(15.0, self._ttl_s / 4))
         while True:
             await asyncio.sleep(interval)
             self.sweep()
@@ -329,7 +342,7 @@ class SessionRegistry(Generic[S]):
         if session.state is State.ABSENT:
             self._sessions.pop(session.session_id, None)
         elif event is Event.SEED_FAILED:
-            session.closed_at = self._clock()
+            session.shrink(self._clock())
         return session.state, action
 
     def _check_room(self) -> None:

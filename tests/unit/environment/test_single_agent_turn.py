@@ -447,6 +447,18 @@ async def test_admission_is_bounded_and_a_full_queue_is_a_retryable_failure_of_i
     await asyncio.gather(first, return_exceptions=True)
 
 
+@pytest.mark.promise("EP-4")
+async def test_no_log_line_and_no_failure_holds_a_close_token(house: House, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    house.resources.acts["/verify"] = answer(500, b"boom")
+    house.resources.acts["/close_session"] = house.agent.acts["/v1/agent_sessions/close"] = answer(500, b"no")
+    failure = await house.failure()
+    tokens = {seen.headers["x-toprope-close-token"] for seen in house.log if "x-toprope-close-token" in seen.headers}
+    assert len(tokens) == 2
+    assert "may be left open" in caplog.text
+    assert not any(token in caplog.text or token in str(failure) for token in tokens)
+
+
 async def test_each_answered_close_is_told_and_a_lost_one_is_not(make_house: Any) -> None:
     told: list[Any] = []
     house = await make_house(on_session_closed=told.append)

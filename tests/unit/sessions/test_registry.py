@@ -247,6 +247,22 @@ async def test_closed_ids_are_remembered_for_a_while_and_then_forgotten() -> Non
     assert house.registry.remembered == 0
 
 
+@pytest.mark.promise("EP-11")
+async def test_a_receipt_outlives_every_retry_of_its_close_but_not_as_long_as_its_id() -> None:
+    house = House()
+    await house.seed()
+    await house.registry.close("s", None)
+    house.clock.now += 29
+    house.registry.sweep()
+    assert (await house.registry.close("s", None)).value == "receipt"
+    house.clock.now += 1
+    house.registry.sweep()
+    late = await house.registry.close("s", None)
+    assert (late.outcome, late.value) == ("already_closed", None)
+    with pytest.raises(Conflict):
+        await house.seed()
+
+
 async def test_an_expired_session_whose_release_fails_is_tried_again_by_the_next_sweep() -> None:
     house = House(ttl_s=10)
     await house.seed()

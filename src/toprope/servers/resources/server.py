@@ -10,6 +10,7 @@ others: the life of a session (`servers.sessions`), what a verdict is worth (who
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -38,7 +39,11 @@ from toprope.servers.sessions import SeedCall, Session, SessionRegistry, payload
 from toprope.tools.spec import ToolSpec
 from toprope.tools.workers import WorkerThreads
 
+log = logging.getLogger("toprope.resources")
+
 TOOL_ERROR_TYPE = "tool_error"
+# Plain functions that run longer are named in the log: a thread that never ends is lost to the pool.
+STUCK_AFTER_S = 60.0
 _OWN_VERIFY_FIELDS = ("response", "responses_create_params")
 _VERDICT_FIELDS = ("failure_kind", "failure_reason", "reward_components")
 
@@ -64,7 +69,7 @@ class ResourcesServer:
             noun="resources", release=self._release, ttl_s=session_ttl_s, max_sessions=max_sessions
         )
         self._door = SessionDoor(signing_key)
-        self._sweeper: asyncio.Task[None] | None = None
+        self._watchers: list[asyncio.Task[None]] = []
         routes = [
             Route("POST", "/seed_session", self._seed, detached=True),
             Route("POST", "/verify", self._verify),
@@ -83,11 +88,24 @@ class ResourcesServer:
         )
 
     async def _start(self) -> None:
-        self._sweeper = asyncio.get_running_loop().create_task(self.sessions.sweep_forever())
+        loop = asyncio.get_running_loop()
+        self._watchers = [loop.create_task(self.sessions.sweep_forever()), loop.create_task(self._watch_workers())]
+
+    async def _watch_workers(self) -> None:
+        while True:
+            await asyncio.sleep(STUCK_AFTER_S)
+            if stuck := self.workers.stuck(STUCK_AFTER_S):
+                log.warning(
+                    "%s: %d of %d worker threads have run one call for over %g s",
+                    self.name,
+                    stuck,
+                    self.workers.size,
+                    STUCK_AFTER_S,
+                )
 
     async def _stop(self) -> None:
-        if self._sweeper is not None:
-            self._sweeper.cancel()
+        for watcher in self._watchers:
+            watcher.cancel()
         await self.sessions.release_all()
         self.workers.close()
 
