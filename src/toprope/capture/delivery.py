@@ -77,8 +77,8 @@ async def finalize_rollout_token_capture(
         return None
     started = time.perf_counter()
     try:
-        key = capture_key(row["_ng_rollout_id"], row.get("_ng_attempt_index") or 0)
-    except (KeyError, TypeError, ValueError) as error:
+        key = _key_of(row)
+    except ValueError as error:
         return _without_capture(row, reasons.NO_IDENTITY, f"the row has no usable identity: {error}")
     if not isinstance(response, Mapping):
         return _without_capture(row, reasons.NO_RESPONSE, f"{key}: the row's response is no object")
@@ -152,6 +152,16 @@ def delivered_of(row: Mapping[str, Any]) -> Delivered | None:
     if not isinstance(metrics, dict):
         return None
     return {"rebuilt_response": None, "mask_sample": bool(metrics.get("mask_reasons")), "metrics": metrics}
+
+
+def _key_of(row: Mapping[str, Any]) -> str:
+    """The capture key of a row; NeMo Gym's rows without an id of their own are `<task index>-<rollout index>`."""
+    rollout_id = row.get("_ng_rollout_id")
+    places = (row.get("_ng_task_index"), row.get("_ng_rollout_index"))
+    if rollout_id is None and all(type(place) is int for place in places):
+        rollout_id = f"{places[0]}-{places[1]}"
+    attempt = row.get("_ng_attempt_index")
+    return capture_key(rollout_id, 0 if attempt is None else attempt)  # type: ignore[arg-type]
 
 
 class _Work:

@@ -281,6 +281,13 @@ async def test_each_attempt_has_a_capture_of_its_own() -> None:
     assert (await finalize(a_row(_ng_attempt_index=1), store))["mask_sample"] is True
 
 
+async def test_a_nemo_gym_row_without_an_id_is_known_by_its_indices() -> None:
+    store = await a_store(linear(), key="4-2")
+    row = a_row(_ng_task_index=4, _ng_rollout_index=2)
+    del row["_ng_rollout_id"]
+    assert (await finalize(row, store))["mask_sample"] is False
+
+
 async def test_a_masked_build_keeps_its_capture_as_evidence() -> None:
     store = await a_store([*linear(), entry("s", [9], [8], None, ROOT)])
     delivered = await finalize(a_row(), store)
