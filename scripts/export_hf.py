@@ -1,8 +1,8 @@
 """Writes the embedded engine's weights as a Hugging Face model directory: config, float32 safetensors, our tokenizer.
 
 Run: `python scripts/export_hf.py out/` (540 MB). For checking the engine against another implementation, and for
-serving the same weights with another engine. The tokenizer is the engine's own: the one that transformers makes from the GGUF
-splits digits and white space differently. Needs `safetensors` (development only).
+serving the same weights with another engine. The tokenizer is the engine's own: the one that transformers makes from
+the GGUF splits digits and white space differently. Needs `safetensors` (development only).
 """
 
 from __future__ import annotations

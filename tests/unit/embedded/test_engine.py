@@ -211,11 +211,16 @@ async def test_an_engine_without_its_weights_says_so_and_leaves_no_thread(tmp_pa
     assert not engine._thread.is_alive()
 
 
-async def test_closing_refuses_what_is_open_and_leaves_no_thread(talk) -> None:
+async def test_the_numpy_backend_gives_the_same_ids_and_closing_it_refuses_what_is_open(talk) -> None:
     engine = EmbeddedEngine(context=512, max_sequences=1, backend="numpy")
     before = threading.active_count()
     await engine.start()
     assert threading.active_count() == before + 1
+    request = ResponsesRequest((talk.user(STORY),), max_output_tokens=8, seed=4)
+    reply = await engine.generate(EngineRequest(request, "c"))
+    other = await talk(STORY, max_output_tokens=8, seed=4)
+    assert talk.ids(reply) == talk.ids(other)
+    assert np.abs(reply.tokens.generation_log_probs - other.tokens.generation_log_probs).max() < 1e-3
     request = ResponsesRequest((talk.user("Count on and on."),), max_output_tokens=400)
     asked = [asyncio.create_task(engine.generate(EngineRequest(request, f"c{n}"))) for n in range(2)]
     await asyncio.create_task(engine.close())
@@ -226,16 +231,3 @@ async def test_closing_refuses_what_is_open_and_leaves_no_thread(talk) -> None:
     with pytest.raises(EngineUnavailable, match="not running"):
         await engine.generate(EngineRequest(request, "late"))
     await engine.close()
-
-
-async def test_the_numpy_backend_gives_the_same_ids(talk) -> None:
-    engine = EmbeddedEngine(context=128, max_sequences=2, backend="numpy")
-    await engine.start()
-    request = ResponsesRequest((talk.user(STORY),), max_output_tokens=8, seed=4)
-    try:
-        reply = await engine.generate(EngineRequest(request, "c"))
-    finally:
-        await engine.close()
-    other = await talk(STORY, max_output_tokens=8, seed=4)
-    assert talk.ids(reply) == talk.ids(other)
-    assert np.abs(reply.tokens.generation_log_probs - other.tokens.generation_log_probs).max() < 1e-3

@@ -92,9 +92,8 @@ async def test_a_strict_schema_that_cannot_be_enforced_is_refused_with_the_reaso
 
 async def test_without_strict_the_arguments_are_some_object(talk) -> None:
     loose = {"type": "function", "name": "note", "parameters": {"type": "object", "properties": {"a": {"not": {}}}}}
-    replies = [
-        await talk(TASK, tools=(loose,), tool_choice="required", max_output_tokens=120, seed=seed) for seed in range(4)
-    ]
+    asked = {"tools": (loose,), "tool_choice": "required", "max_output_tokens": 80}
+    replies = await asyncio.gather(*[talk(TASK, seed=seed, **asked) for seed in range(8)])
     calls = [reply.output[0] for reply in replies if reply.finish_reason == "tool_calls"]
     assert calls
     assert all(isinstance(json.loads(call["arguments"]), dict) for call in calls)

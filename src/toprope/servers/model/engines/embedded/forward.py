@@ -6,6 +6,7 @@ cache in place, and gives logits. It knows nothing of requests, sampling or time
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -31,7 +32,12 @@ class Forward(Protocol):
 
 def new_cache(shape: Shape, rows: int, capacity: int) -> Cache:
     """An empty cache. Memory is taken as rows fill up: 46 KB a token for SmolLM2-135M."""
-    return np.zeros((shape.layers, 2, rows, shape.kv_heads, capacity, shape.head_dim), dtype=np.float32)
+    sizes = (shape.layers, 2, rows, shape.kv_heads, capacity, shape.head_dim)
+    pages = mmap.mmap(-1, int(np.prod(sizes, dtype=np.int64)) * 4)
+    # A row is 180 stripes far apart: huge pages would take 2 MB for the first token in each of them.
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        pages.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(pages, dtype=np.float32).reshape(sizes)
 
 
 class NumpyForward:

@@ -2,9 +2,9 @@
 
     <|im_start|>system\\n{instructions}{tools}<|im_end|>\\n<|im_start|>user\\n{text}<|im_end|>\\n<|im_start|>assistant\\n
 
-A call is `<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>` in an assistant turn, a result is
-`<tool_response>\\n...\\n</tool_response>` in a user turn (the Hermes form). Reasoning items are left out: this model
-writes none. Left to others: which ids an assistant turn has (`Recall`), what a reply's text means (`replies`).
+A call is `<tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>` in an assistant turn (the Hermes form), a
+result is a sentence in a user turn. Reasoning items are left out: this model writes none. Left to others: which ids an
+assistant turn has (`Recall`), what a reply's text means (`replies`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from toprope.wire.responses import Item, ResponsesRequest
 
 DEFAULT_SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
-_RESULT = "<tool_response>\n{}\n</tool_response>"
+_RESULT, _ASK = "The result is {}.", " What is the answer?"
+"""Plain words, because the usual `<tool_response>` tags make this small model go on in code: after a right `add` call
+it ended with the sum in 3 of 36 replies with the tags, in 13 of 36 with these words (temperature 1)."""
 _TOOLS = """
 
 You can call these functions:
@@ -164,8 +166,8 @@ def prompt_ids(conversation: Sequence[Turn], vocabulary: Vocabulary, recall: Rec
         if turn.role == "assistant":
             _add_assistant(ids, turn, vocabulary, recall, header, newline)
         else:
-            role = "user" if turn.role == "tool" else turn.role
-            ids += [TURN_START, *vocabulary.encode(f"{role}\n{turn.text}"), TURN_END, *newline]
+            role, text = ("user", turn.text + _ASK) if turn.role == "tool" else (turn.role, turn.text)
+            ids += [TURN_START, *vocabulary.encode(f"{role}\n{text}"), TURN_END, *newline]
     return ids + header
 
 
