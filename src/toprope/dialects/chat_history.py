@@ -1,9 +1,9 @@
 """Conversation history between Chat messages and Responses items, in both directions.
 
-An assistant message is a run of items (thought, text, calls); the run's borders are kept, so that what a model said
-in one turn stays one turn. Argument strings are passed as they are. Repeated call ids stay repeated: a tool message
-without an id is paired with the oldest call that has no answer yet. Left to others: all other fields of a request
-(`chat_request`).
+An assistant message is a run of items (thought, text, calls), and what a model said in one turn stays one turn. (Two
+turns become one only where text is followed by a turn of calls alone: items cannot tell that from one turn.) Argument
+strings are passed as they are. Repeated call ids stay repeated: a tool message without an id is paired with the oldest
+call that has no answer yet. Left to others: all other fields of a request (`chat_request`).
 """
 
 from __future__ import annotations
@@ -217,6 +217,8 @@ def messages_from_items(
     for message in messages:
         if message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message:
             message["content"] = ""  # a lone thought: providers refuse a turn with neither text nor calls
+        elif message["role"] == "assistant" and "tool_calls" in message and not message["content"]:
+            message["content"] = None
     return messages, lost
 
 

@@ -103,7 +103,7 @@ def plain_text(content: Any) -> str:
         return content
     if not isinstance(content, list):
         return ""
-    texts = [p if isinstance(p, str) else p.get("text") or p.get("refusal") or "" for p in content]
+    texts = [p.get("text") or p.get("refusal") if isinstance(p, dict) else p for p in content]
     return "".join(text for text in texts if isinstance(text, str))
 
 

@@ -39,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     Rule("chat -> pivot", "assistant parts reasoning, thinking, tool_use, tool_call", "folded", "items"),
     Rule("chat -> pivot", "assistant fields we do not know", "dropped", why="only when the turn holds no text"),
     Rule("chat -> pivot", "token arrays echoed in messages", "dropped", why="ours, sent back by the client"),
+    Rule("chat -> pivot", "a turn of calls alone after a turn of text", "folded", "one turn", "items have no borders"),
     Rule("chat -> pivot", "n", "refused", why="one call makes one choice; send n calls"),
     Rule("chat -> pivot", "stream_options", "dropped", why="about the transport, not the generation"),
     Rule("chat -> pivot", "return_token_ids", "dropped", why="ask with the header X-Toprope-Include: token_ids"),

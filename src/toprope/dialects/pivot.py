@@ -85,7 +85,7 @@ def request_items(request: ResponsesRequest) -> tuple[Item, ...]:
     return ({"type": "message", "role": "system", "content": request.instructions}, *request.input)
 
 
-_MEDIA = frozenset(("input_image", "input_audio", "input_file", "image_url"))
+_MEDIA = ("input_image", "input_audio", "input_file", "image_url")
 
 
 def has_media(request: ResponsesRequest) -> bool:

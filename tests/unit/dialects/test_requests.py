@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from toprope.dialects.chat_request import clean_chat_body, request_from_chat, request_to_chat
@@ -165,53 +163,3 @@ def test_a_cleaned_chat_body_has_no_nulls_no_echoes_and_the_clients_own_strings(
 def test_instructions_stand_first_among_the_items():
     items = request_items(request_from_responses(RESPONSES))
     assert [item["role"] for item in items] == ["system", "user"]
-
-
-ROLES = ["user", "assistant", "system", "developer", "tool", None]
-TYPES = [
-    "message", "reasoning", "function_call", "function_call_output", "text", "input_text", "output_text", "image_url",
-    "input_image", "file", "input_file", "thinking", "tool_use", "custom", "function", "refusal", "summary_text",
-    "allowed_tools", "json_schema", None,
-]  # fmt: skip
-NAMES = [
-    "role", "content", "type", "tool_calls", "function", "id", "call_id", "arguments", "summary", "output", "text",
-    "name", "image_url", "file", "refusal", "reasoning_content", "thinking_blocks", "function_call", "thinking",
-    "input", "custom", "provider_specific_fields", "tools", "detail",
-]  # fmt: skip
-
-
-def _value(rng, depth):
-    pick = rng.random()
-    if depth > 3 or pick < 0.35:
-        return rng.choice([None, True, 0, 1.5, "x", "", [], {}, *TYPES])
-    return [_value(rng, depth + 1) for _ in range(rng.randint(0, 3))] if pick < 0.65 else _thing(rng, depth + 1)
-
-
-def _thing(rng, depth):
-    thing = {name: _value(rng, depth) for name in rng.sample(NAMES, rng.randint(0, 5))}
-    if rng.random() < 0.7:
-        thing["role"] = rng.choice(ROLES)
-    if rng.random() < 0.7:
-        thing["type"] = rng.choice(TYPES)
-    return thing
-
-
-def test_no_shape_of_a_request_breaks_a_converter():
-    rng = random.Random(20)
-    accepted = 0
-    for _ in range(4000):
-        things = [_thing(rng, 0) for _ in range(rng.randint(1, 3))]
-        more = {
-            name: _value(rng, 0)
-            for name in rng.sample(["tools", "tool_choice", "text", "reasoning", "response_format", "functions"], 1)
-        }
-        for read, name in ((request_from_chat, "messages"), (request_from_responses, "input")):
-            try:
-                request = read({name: things, **more})
-            except BadRequest:
-                continue
-            accepted += 1
-            request_to_chat(request)
-            if name == "messages":
-                clean_chat_body({name: things, **more})
-    assert accepted > 1000
