@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from toprope.errors.tree import CaptureError, ConfigError
@@ -80,6 +80,11 @@ CREATE TABLE fence (rollout TEXT PRIMARY KEY, seen INTEGER NOT NULL, swept INTEG
 """
 
 
+def can_write(directory: Path) -> bool:
+    """Whether files may be made in `directory`; False on a read-only mount, whoever asks."""
+    return os.access(directory, os.W_OK)
+
+
 class SqliteFile:
     """One file, on a local disk. Opening happens in the threads that use it, never here."""
 
@@ -98,13 +103,18 @@ class SqliteFile:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Inside, no other connection of any process commits, checkpoints, recovers or closes."""
-        with self._lock.held():
+        """Inside, no other connection of any process commits, checkpoints, recovers or closes.
+
+        An archive (a directory that cannot be written) needs no lock and could hold none.
+        """
+        with nullcontext() if self._is_archive() else self._lock.held():
             yield
+
+    def _is_archive(self) -> bool:
+        return self.path.parent.exists() and not can_write(self.path.parent)
 
     def open_writer(self) -> sqlite3.Connection:
         """A connection that writes, the tables made if need be. Call it inside `locked`."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
         new = not self.exists()
         connection = self._connect("rwc")
         try:
@@ -134,7 +144,7 @@ class SqliteFile:
         """
         if not self.exists():
             return None
-        archive = not os.access(self.path.parent, os.W_OK)
+        archive = self._is_archive()
         if archive and self.path.with_name(self.path.name + "-wal").exists():
             raise CaptureError(f"{self.path}: the directory is read-only but the store was not closed; copy it first")
         connection = self._connect("ro&immutable=1" if archive else "rw")

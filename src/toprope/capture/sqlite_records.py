@@ -110,7 +110,7 @@ def load_ids(
         pieces += [record.packed.generation, record.packed.prompt]
         if not record.needs_parent:
             break
-        if record.parent is None:
+        if record.parent is None or record.parent >= at:  # parents were written before: no walk goes in circles
             raise DamagedRecord(first, "its prompt is a delta and its parent is not recorded")
         at = record.parent
     generation, *rest = pieces

@@ -17,7 +17,7 @@ from pathlib import Path
 
 
 class FileLock:
-    """`with lock.held(): ...`; the files `<path>` and `<path>.turn` are made on first use and stay."""
+    """`with lock.held(): ...`; the files `<path>` and `<path>.turn`, and their directory, are made on first use."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -48,6 +48,7 @@ class FileLock:
                 self._handles = None
 
     def _open(self) -> tuple[int, int]:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
         room = os.open(self._path, flags, 0o644)
         try:

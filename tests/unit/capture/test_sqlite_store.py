@@ -115,6 +115,34 @@ async def test_asking_for_unknown_keys_makes_no_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+async def test_the_first_write_makes_the_directory(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "a" / "b" / "c.sqlite")
+    await store.put(sample_entry("k", "c1"))
+    assert len(await store.open_entries("k")) == 1
+    await store.close()
+
+
+async def test_an_archive_that_cannot_be_written_is_read_as_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "c.sqlite"
+    store = SqliteStore(path)
+    await store.put(sample_entry("k", "c1"))
+    await store.close()
+    for name in ("c.sqlite.lock", "c.sqlite.lock.turn"):
+        os.remove(tmp_path / name)
+    monkeypatch.setattr(sqlite_file, "can_write", lambda directory: False)
+    store = SqliteStore(path)
+    assert [e.model_call_id for e in await store.open_entries("k")] == ["c1"]
+    await store.close()
+    assert os.listdir(tmp_path) == ["c.sqlite"]
+    (tmp_path / "c.sqlite-wal").write_bytes(b"")
+    store = SqliteStore(path)
+    with pytest.raises(CaptureError, match="was not closed; copy it first"):
+        await store.open_entries("k")
+    await store.close()
+
+
 async def test_asking_for_an_unknown_key_makes_no_row(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "c.sqlite")
     await store.put(sample_entry("known", "c1"))
