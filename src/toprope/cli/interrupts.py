@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from toprope.cli.reporting import INTERRUPTED
+
 T = TypeVar("T")
 
 
@@ -38,11 +40,11 @@ class Interrupts:
         else:
             # Rows and records are appended whole and synced, so there is nothing that leaving now could tear.
             print("\ntoprope: interrupted twice, ended at once", file=sys.stderr, flush=True)
-            os._exit(130)
+            os._exit(INTERRUPTED)
 
 
 def run_async(command: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
-    """Run `command` to its end. Raises `KeyboardInterrupt` if a signal cancelled it."""
+    """Run `command` to its end. If a signal cancelled it, says so and ends with exit status 130."""
 
     async def main() -> T:
         loop = asyncio.get_running_loop()
@@ -56,7 +58,8 @@ def run_async(command: Callable[[Interrupts], Coroutine[Any, Any, T]]) -> T:
             return await command(interrupts)
         except asyncio.CancelledError:
             if interrupts.count:
-                raise KeyboardInterrupt from None
+                print("toprope: interrupted", file=sys.stderr, flush=True)
+                raise SystemExit(INTERRUPTED) from None
             raise
 
     return _with_uvloop(main)

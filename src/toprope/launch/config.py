@@ -126,6 +126,11 @@ def _check_server(configuration: Configuration, name: str, server: ServerConfig,
     if isinstance(server, EnvironmentConfig):
         _reference(configuration, server.resources, ResourcesConfig, where.at("resources"))
         _reference(configuration, server.agent, AgentConfig, where.at("agent"))
+        if server.tools and configuration.servers[server.resources or ""].api_key is not None:
+            raise ConfigError(
+                f"{where.at('tools')}: the resources server {server.resources!r} has an `api_key`, and a grant cannot "
+                "carry a credential for tools only yet; accepted: tools: [], or a resources server on loopback without a key."
+            )
 
 
 def _check_run(configuration: Configuration, run: RunConfig, where: Where) -> None:

@@ -56,8 +56,9 @@ def test_a_signal_before_anything_else_is_said_cancels_the_command() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.Event().wait()
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit) as ended:
         run_async(command)
+    assert ended.value.code == 130
 
 
 def test_the_result_of_the_command_comes_back() -> None:

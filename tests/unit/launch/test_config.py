@@ -56,6 +56,7 @@ def test_the_example_of_the_documentation_reads_as_written(tmp_path: Path) -> No
         ("servers.episode.tools=[direct]", ["servers.episode.tools.0", "'direct'", "did you mean 'direct_http'"]),
         ("servers.episode.agent=null", ["servers.episode.agent", "required"]),
         ("servers.sums.place=process", ["servers.sums.place", "not supported yet", "inline"]),
+        ("servers.sums.api_key=secret", ["servers.episode.tools", "'sums'", "api_key"]),
         ("servers.sums.workers=2", ["servers.sums.workers", "not supported yet"]),
         ("servers.sums.protocol=flat", ["servers.sums.protocol", "not supported yet", "typed"]),
         ("servers.sums.url=localhost:80", ["servers.sums.url", "localhost:80", "http://"]),
