@@ -349,3 +349,40 @@ async def test_a_tool_call_the_engine_left_nameless_gets_an_id_of_its_own(serve)
         assert output[0]["call_id"] == "c"
         assert output[1]["call_id"] != "c"
         assert len({item["id"] for item in output}) == 2
+
+
+@pytest.mark.promise("MS-2")
+async def test_the_reply_waits_for_the_record(serve, notebook):
+    reached, durable = asyncio.Event(), asyncio.Event()
+    note = notebook.record
+
+    async def record(call):
+        reached.set()
+        await durable.wait()
+        await note(call)
+
+    notebook.record = record
+    async with serve(recorder=notebook) as (peer, _):
+        call = asyncio.create_task(peer.request("POST", CAPTURED + "/v1/responses", body=RESPONSES))
+        await reached.wait()
+        done, _ = await asyncio.wait({call}, timeout=0.05)
+        assert done == set()
+        durable.set()
+        assert (await call).status == 200
+        assert [event[0] for event in notebook.events] == ["begin", "record"]
+
+
+async def test_a_server_that_stops_over_a_running_call_closes_its_intent(serve, notebook):
+    reached = asyncio.Event()
+
+    async def script(call):
+        reached.set()
+        await asyncio.Event().wait()
+
+    settings = {"engine": ScriptedEngine(script=script), "recorder": notebook, "limits": Limits(drain_s=0.01)}
+    async with serve(**settings) as (peer, server):
+        call = asyncio.create_task(peer.request("POST", CAPTURED + "/v1/responses", body=RESPONSES))
+        await reached.wait()
+        await server.app.stop()
+        assert (await call).status == 503
+        assert [(event[0], event[3]) for event in notebook.events[1:]] == [("abort", "upstream:CancelledError")]

@@ -9,6 +9,7 @@ the meaning of provider errors (`provider_errors`), judging ids (the recorder).
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -23,6 +24,8 @@ from toprope.servers.model.engines.base import Capabilities, EngineReply, Engine
 from toprope.servers.model.engines.provider_errors import provider_error
 from toprope.wire.chat import BadChatReply, ChatReply, read_chat_reply
 from toprope.wire.fields import write_object
+
+log = logging.getLogger(__name__)
 
 
 class OpenAIEngine:
@@ -135,7 +138,10 @@ class OpenAIEngine:
             if isinstance(error, Reply):
                 return error
             delay = _delay(error, attempt)
-            if not error.retryable or attempt >= self._max_attempts or time.monotonic() + delay > deadline:
+            again = error.retryable and attempt < self._max_attempts and time.monotonic() + delay <= deadline
+            if attempt == 1:  # said at once: a run that waits for an ailing provider should not look idle
+                log.warning("%s [%s]; %s", error, error.kind, f"again in {delay:.1f} s" if again else "not sent again")
+            if not again:
                 raise error
             await self._pause(delay)
 
