@@ -129,7 +129,7 @@ def _check_server(configuration: Configuration, name: str, server: ServerConfig,
         if server.tools and configuration.servers[server.resources or ""].api_key is not None:
             raise ConfigError(
                 f"{where.at('tools')}: the resources server {server.resources!r} has an `api_key`, and a grant cannot "
-                "carry a credential for tools only yet; accepted: tools: [], or a resources server on loopback without a key."
+                "carry a credential for tools only yet; accepted: tools: [], or a resources server without a key."
             )
 
 
