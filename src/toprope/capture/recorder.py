@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 from toprope.capture.evidence import CallEvidence as CallEvidence
 from toprope.capture.evidence import judged, record_of
+from toprope.capture.prompts import PromptArena
 from toprope.capture.protocols import AbortingSink, BeginAck, CaptureReader, EntryConflict, Intent, PutAck, TokenSink
 from toprope.errors.tree import CaptureClosed, CaptureError, ConfigError
 from toprope.tokens.entry import BadRecord, TokenEntry
@@ -44,16 +45,27 @@ OnCaptureError = Literal["mask", "fail"]
 class _Rollout:
     """What the recorder knows of one key. Forgetting it is safe at any time: the store can tell all of it again."""
 
-    __slots__ = ("calls", "entries", "history", "lock", "shared", "size", "synced")
+    __slots__ = ("arena", "calls", "entries", "history", "lock", "shared", "size", "synced")
 
     def __init__(self) -> None:
         self.history = LineageHistory()
+        self.arena = PromptArena()
         self.calls = 0  # calls and entries that the store held when it last answered
         self.entries = 0
         self.synced = 0  # entries, from the first on, that were read from the store
         self.shared = False  # somebody else wrote to this key
         self.size = 0  # ids in the index, about
         self.lock = asyncio.Lock()
+
+    def laid_out(self, call_id: str, choice: ParentChoice, tokens: SampledTokens) -> SampledTokens:
+        """`tokens` with the prompt as a view of memory that it shares with its parent's, whose ids it begins with.
+
+        A store that compares the two then has nothing to compare, and a thousand turns are not held a thousand times.
+        """
+        parent = choice.parent_call_id if choice.parent_call_id in self.arena else None
+        suffix = tokens.prompt_token_ids[choice.suffix_start if parent is not None else 0 :]
+        whole = self.arena.place(call_id, parent, suffix, tokens.generation_token_ids)
+        return replace(tokens, prompt_token_ids=whole)
 
 
 class Recorder:
@@ -210,7 +222,7 @@ class Recorder:
                 return self._deferred(call, tokens)
         # From here to the end nothing is awaited: a parallel call sees either none of this or all.
         choice = decide(rollout.history, call.request_items, tokens.prompt_token_ids)
-        entry = record_of(call, tokens, choice, self._clock())
+        entry = record_of(call, rollout.laid_out(call.call_id, choice, tokens), choice, self._clock())
         rollout.history.add(entry, choice.marks)
         self._grow(
             call.key, rollout, len(tokens.prompt_token_ids) - choice.suffix_start + len(entry.generation_log_probs)
