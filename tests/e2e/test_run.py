@@ -200,6 +200,22 @@ def test_json_progress_is_one_event_a_line(place: Path) -> None:
     assert events[-1]["summary"]["exit_status"] == 0
 
 
+def test_when_everything_fails_the_reason_is_told_at_once_and_the_status_is_1(place: Path) -> None:
+    fault = "servers.policy.engine.script=[{fault: {status: 400, message: no such thing, kind: model_rejected}}]"
+    result = toprope(place, "run", "ledger.yaml", "--out", "out", "--set", fault)
+    assert result.returncode == 1
+    assert result.stdout.count("(model_rejected): ") == 6
+    assert "0 of 6 rollouts have a verdict" in result.stdout
+    assert re.search(r"Commonest failure: model_rejected \(6 times\): .*no such thing", result.stdout)
+    assert result.stderr == "", "what servers log is in logs/toprope.log"
+    assert "no such thing" in (place / "out/logs/toprope.log").read_text()
+    failures = rows(place / "out/failures.jsonl")
+    assert len(failures) == 6
+    assert all("reward" not in row and "no such thing" in row["failure_reason"] for row in failures)
+    one = toprope(place, "show", "out", "0-0").stdout
+    assert "failed: model_rejected at agent; it would not be tried again" in one
+
+
 # -- bad input ---------------------------------------------------------------------------------------------------------
 
 

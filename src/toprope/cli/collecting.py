@@ -5,6 +5,7 @@ Left to others: the run (`launch.run`), the display (`progress`), tables (`table
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +34,16 @@ def configured(path: Path, sets: Sequence[str], changes: Mapping[str, Any]) -> C
     return msgspec.structs.replace(configuration, run=msgspec.structs.replace(run, **given))
 
 
+def log_to(run_dir: RunDir) -> None:
+    """From now on what servers log goes into the run's `logs/toprope.log`; the display tells what people must know."""
+    run_dir.logs_dir.mkdir(exist_ok=True)
+    handler = logging.FileHandler(run_dir.logs_dir / "toprope.log", encoding="utf-8", delay=True)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logger = logging.getLogger("toprope")
+    logger.addHandler(handler)
+    logger.propagate = False
+
+
 def collect(
     configuration: Configuration,
     *,
@@ -47,6 +58,7 @@ def collect(
     async def command(interrupts: Interrupts) -> Summary:
         def ready(collector: Collector, world: World) -> None:
             interrupts.on_first = collector.stop
+            log_to(collector.run_dir)
             for address in world.bound():
                 print(f"{address.name} ({address.role}) listens at {address.url}", file=sys.stderr, flush=True)
 

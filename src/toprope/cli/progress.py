@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 import msgspec
 
-from toprope.cli.tables import age, run_table
+from toprope.cli.tables import age, run_table, shortened
 from toprope.collector.events import Event, Finished, Progress, Retrying, RunStarted, Stopping
 from toprope.collector.summary import Summary
 
@@ -137,9 +137,9 @@ def display(*, as_json: bool) -> Display:
 def news(event: Event) -> str:
     """One line about an event that a reader wants to know at once."""
     if isinstance(event, Retrying):
-        return f"retry of {event.rollout_id} in {event.delay_s:.1f} s ({event.kind}): {_short(event.reason)}"
+        return f"retry of {event.rollout_id} in {event.delay_s:.1f} s ({event.kind}): {shortened(event.reason, 200)}"
     if isinstance(event, Finished):
-        return f"failed {event.rollout_id} ({event.kind}): {_short(event.reason or '')}"
+        return f"failed {event.rollout_id} ({event.kind}): {shortened(event.reason or '', 200)}"
     if isinstance(event, Stopping):
         return f"stopping ({event.reason}): nothing more is started. {event.message}".rstrip()
     return type(event).__name__
@@ -152,8 +152,3 @@ def tell_end(summary: Summary, directory: Path | None, out: TextIO) -> None:
     if directory is not None:
         out.write(f"files: {directory}  (toprope show {directory}; toprope audit {directory})\n")
     out.flush()
-
-
-def _short(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= 200 else line[:197] + "..."

@@ -47,7 +47,7 @@ def show(
 
 
 def _show_all(lines: list[RolloutLine]) -> None:
-    from toprope.cli.tables import columns
+    from toprope.cli.tables import columns, shortened
 
     rows = [
         [
@@ -59,7 +59,7 @@ def _show_all(lines: list[RolloutLine]) -> None:
             line.calls,
             line.tokens,
             None if line.seconds is None else f"{line.seconds:.2f} s",
-            None if line.why is None else line.why[:120],
+            None if line.why is None else shortened(line.why, 140),
         ]
         for line in lines
     ]

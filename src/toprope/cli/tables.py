@@ -67,6 +67,15 @@ def age(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
 
 
+def shortened(text: str, limit: int) -> str:
+    """`text` on one line of at most `limit` characters. The end is kept: there a chain of causes says the first one."""
+    line = " ".join(text.split())
+    if len(line) <= limit:
+        return line
+    head = limit // 3
+    return f"{line[:head]} ... {line[len(line) - (limit - head - 5) :]}"
+
+
 def _text(cell: object) -> str:
     return "-" if cell is None else " ".join(str(cell).split())
 

@@ -61,9 +61,10 @@ def test_json_progress_names_each_event() -> None:
     assert (event["event"], event["run_id"], event["expected"]) == ("run_started", "r1", 4)
 
 
-def test_long_reasons_are_cut_in_the_news_and_nowhere_else() -> None:
-    text = news(Finished("r", 0, 0, "failed", 1.0, kind="internal", reason="x" * 5000))
-    assert text.endswith("...")
+def test_a_long_reason_is_cut_in_the_middle_so_that_its_root_cause_stays() -> None:
+    text = news(Finished("r", 0, 0, "failed", 1.0, kind="internal", reason="x" * 5000 + " the root cause"))
+    assert " ... " in text
+    assert text.endswith("the root cause")
     assert len(text) < 260
 
 
