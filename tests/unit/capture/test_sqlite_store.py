@@ -163,8 +163,10 @@ async def test_a_bad_put_does_not_take_its_group_along(tmp_path: Path) -> None:
         store.put(sample_entry("k", "taken", generated=9)),
         store.put(sample_entry("frozen", "late")),
         store.put(sample_entry("k", "good2")),
+        store.put(sample_entry("new", "bad", extra={"x": float("nan")})),
         return_exceptions=True,
     )
+    assert "new" not in [info.rollout_id for info in await store.list_captures()]  # undone to its last row
     assert [type(r) for r in results[1:4]] == [BadRecord, EntryConflict, CaptureClosed]
     snapshot = await store.freeze("k")
     assert [e.model_call_id for e in snapshot.entries] == ["taken", "good1", "good2"]
