@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-ROW = re.compile(r"^\| (?P<id>[A-Z]{2}-\d+) \| (?P<held>yes|in part: .+?|not yet: .+?) \| (?P<text>.+) \|$")
+ROW = re.compile(r"^\| (?P<id>[A-Z]{2}-\d+) \| (?P<held>yes|in part: .+?|not yet: .+?|by CI: .+?) \| (?P<text>.+) \|$")
 
 
 def _promises() -> dict[str, str]:
@@ -38,7 +38,7 @@ def _named_in_tests() -> dict[str, list[str]]:
 
 def test_every_promise_that_is_held_has_a_test() -> None:
     named = _named_in_tests()
-    missing = [key for key, held in _promises().items() if not held.startswith("not yet") and key not in named]
+    missing = [key for key, held in _promises().items() if held.startswith(("yes", "in part")) and key not in named]
     assert missing == []
 
 

@@ -64,7 +64,8 @@ class RunJob:
                 self.client,
                 workspace=workspace,
                 capture=self.configuration.capture.enabled,
-                on_session=self._session,
+                on_session=self._session_opened,
+                on_session_closed=self._session_closed,
             )
             await world.start()
             try:
@@ -129,8 +130,14 @@ class RunJob:
             sampling=share.sampling,
         )
 
-    async def _session(self, report: SessionReport) -> None:
-        told = self.collector.session(report) if self.collector is not None else None
+    async def _session_opened(self, report: SessionReport) -> None:
+        await self._journal(report, "opened")
+
+    async def _session_closed(self, report: SessionReport) -> None:
+        await self._journal(report, "closed")
+
+    async def _journal(self, report: SessionReport, event: str) -> None:
+        told = self.collector.session(report, event=event) if self.collector is not None else None
         if told is not None:
             await told
 

@@ -59,7 +59,8 @@ def role_of(config: ServerConfig) -> Role:
 class World:
     """The servers of one configuration. `capture`: give every model server a recorder. `bind`: listen on a socket.
 
-    `workspace` None works in memory only (nothing is written, nothing captured). `on_session` hears of each session.
+    `workspace` None works in memory only (nothing is written, nothing captured). `on_session` hears of each session,
+    `on_session_closed` of each answered close.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class World:
         capture: bool,
         bind: bool = False,
         on_session: OnSession | None = None,
+        on_session_closed: OnSession | None = None,
     ) -> None:
         self.configuration = configuration
         self.parts = parts
@@ -80,6 +82,7 @@ class World:
         self.addresses: dict[str, ServerAddress] = {}
         self._bind_all = bind
         self._on_session = on_session
+        self._on_session_closed = on_session_closed
         self._apps: list[ServerApp] = []
         self._bound: list[BoundServer] = []
         self._recorders: list[Recorder] = []
@@ -248,6 +251,7 @@ class World:
             verify_timeout_s=config.verify_timeout_s,
             cleanup_timeout_s=config.cleanup_timeout_s,
             on_session=self._on_session,
+            on_session_closed=self._on_session_closed,
             api_key=config.api_key,
         ).app
 

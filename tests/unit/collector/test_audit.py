@@ -257,6 +257,31 @@ async def test_a_damaged_middle_line_is_found_with_its_number(run_dir: RunDir) -
     assert ("damaged_line", "results.jsonl, line 2") in {(breach.kind, breach.where) for breach in report.breaches}
 
 
+def journal_session(run_dir: RunDir, key: str, session: str, event: str, role: str = "resources") -> None:
+    line = {"type": "session", "at": "2030-01-01T00:00:00+00:00", "key": key, "role": role, "event": event}
+    with run_dir.journal.open("ab") as journal:
+        journal.write(json.dumps({**line, "session_id": session}).encode() + b"\n")
+
+
+async def test_a_session_of_a_finished_attempt_that_was_never_closed_is_found(run_dir: RunDir) -> None:
+    journal_session(run_dir, "run.0-0", "s-closed", "opened")
+    journal_session(run_dir, "run.0-0", "s-closed", "closed")
+    assert kinds(await prove(run_dir)) == set()
+    journal_session(run_dir, "run.1-0", "s-open", "opened")
+    report = await prove(run_dir)
+    assert [(breach.kind, breach.where) for breach in report.breaches] == [("session_open", "run.1-0")]
+    assert "s-open" in report.breaches[0].message
+
+
+async def test_an_open_session_of_an_attempt_that_a_kill_cut_off_is_a_note(run_dir: RunDir) -> None:
+    journal_session(run_dir, "run.0-0", "s-closed", "opened")
+    journal_session(run_dir, "run.0-0", "s-closed", "closed")
+    journal_session(run_dir, "run.9-0", "s-cut", "opened")
+    report = await prove(run_dir)
+    assert report.ok, report.breaches
+    assert any("1 sessions of attempts without an outcome" in note for note in report.notes)
+
+
 async def test_changed_tasks_are_found(run_dir: RunDir) -> None:
     edit(run_dir.tasks, lambda rows: rows[0].__setitem__("more", 1))
     assert ("changed", "tasks.jsonl") in {(breach.kind, breach.where) for breach in (await prove(run_dir)).breaches}

@@ -161,14 +161,19 @@ def test_require_reads_typed_bodies_foreign_ones_and_none() -> None:
 def test_known_encodings_are_undone(encoding: str) -> None:
     plain = b"hello " * 1000
     lowered = encoding.lower()
-    packed = gzip.compress(plain, mtime=0) if "gzip" in lowered else zlib.compress(plain) if lowered == "deflate" else plain
+    packed = (
+        gzip.compress(plain, mtime=0) if "gzip" in lowered else zlib.compress(plain) if lowered == "deflate" else plain
+    )
     assert decode_content(packed, encoding, limit=6000, what="x") == plain
 
 
 def test_raw_deflate_several_gzip_members_and_two_layers_are_read() -> None:
     raw = zlib.compressobj(wbits=-15)
     assert decode_content(raw.compress(b"abc") + raw.flush(), "deflate", limit=9, what="x") == b"abc"
-    assert decode_content(gzip.compress(b"ab", mtime=0) + gzip.compress(b"c", mtime=0), "gzip", limit=9, what="x") == b"abc"
+    assert (
+        decode_content(gzip.compress(b"ab", mtime=0) + gzip.compress(b"c", mtime=0), "gzip", limit=9, what="x")
+        == b"abc"
+    )
     assert decode_content(gzip.compress(zlib.compress(b"abc")), "deflate, gzip", limit=99, what="x") == b"abc"
 
 
@@ -177,7 +182,9 @@ def test_a_bomb_is_stopped_at_the_limit_that_the_error_names() -> None:
     with pytest.raises(TooLarge, match="1000000 bytes"):
         decode_content(bomb, "gzip", limit=1_000_000, what="the body")
     with pytest.raises(TooLarge):
-        decode_content(gzip.compress(b"a" * 600, mtime=0) + gzip.compress(b"a" * 600, mtime=0), "gzip", limit=1000, what="x")
+        decode_content(
+            gzip.compress(b"a" * 600, mtime=0) + gzip.compress(b"a" * 600, mtime=0), "gzip", limit=1000, what="x"
+        )
 
 
 @pytest.mark.parametrize(
