@@ -4,12 +4,13 @@ PY := .venv/bin/python
 export OPENBLAS_NUM_THREADS ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test check lint bench docs clean
+.PHONY: help setup demo test test-long check lint bench docs clean
 
 help:
 	@echo "make demo   collect real rollouts with a real small model, then look at them"
 	@echo "make test   everything CI runs: lint, types, floors, all tests"
 	@echo "make check  the same without the slow tests"
+	@echo "make test-long  the campaigns in full size; TOPROPE_CAMPAIGN=4 makes them four times as large"
 	@echo "make bench  benchmarks, as ratios against a baseline of the same run"
 	@echo "make docs   write the generated reference pages"
 	@echo "make setup  build .venv for development"
@@ -28,10 +29,13 @@ lint: setup
 	@.venv/bin/lint-imports
 
 test: lint
-	@$(PY) -m pytest -n 2 --dist loadfile
+	@$(PY) -m pytest -n 2 --dist loadfile -m "not long"
+
+test-long: setup
+	@$(PY) -m pytest -m long -s
 
 check: lint
-	@$(PY) -m pytest -n 2 --dist loadfile -m "not slow"
+	@$(PY) -m pytest -n 2 --dist loadfile -m "not slow and not long"
 
 bench: setup
 	@$(PY) -m bench
