@@ -1,0 +1,95 @@
+"""What the victims of the nursery do: one verb of a store, or the end of a rollout in a real collector."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from tests.crash.nursery import Points
+from toprope.capture.sqlite_store import SqliteStore
+from toprope.testing.capture_suite import sample_entry
+
+STORES: dict[str, Callable[[Path], Any]] = {"sqlite": lambda directory: SqliteStore(directory / "c.sqlite")}
+
+
+def child(key: str, call_id: str = "c3", **fields: Any) -> Any:
+    """A call that extends `c1`, so that a store which keeps deltas stores only its suffix."""
+    prompt = [1, 2, 3, 100, 101, 7]
+    return sample_entry(key, call_id, prompt=prompt, parent_decision="resolved", parent_call_id="c1", **fields)
+
+
+async def prepare(directory: Path, points: Points, store: str) -> None:
+    """One key in every phase, acknowledged; then the process dies, nothing closed."""
+    made = STORES[store](directory)
+    for key in ("k", "frozen", "gone", "masked", "other"):
+        await made.begin_call(key, "c1")
+        await made.put(sample_entry(key, "c1"))
+    await made.begin_call("k", "c2")
+    await made.mark_incomplete("masked", "c9", reason="bad_logprob")
+    await made.freeze("frozen")
+    snapshot = await made.freeze("gone")
+    assert await made.drop("gone", snapshot_id=snapshot.snapshot_id, version=snapshot.version)
+    points.say("prepared")
+    points.arm()
+    points.reached("end")
+
+
+async def _drop(store: Any, key: str) -> None:
+    snapshot = await store.freeze(key)
+    assert await store.drop(key, snapshot_id=snapshot.snapshot_id, version=snapshot.version)
+
+
+async def _conflict(store: Any) -> None:
+    try:
+        await store.put(sample_entry("k", "c1", generated=5))
+    except Exception:
+        return
+    raise AssertionError("a conflicting put was accepted")
+
+
+VERBS: dict[str, Callable[[Any], Awaitable[Any]]] = {
+    "begin_call": lambda store: store.begin_call("k", "c3"),
+    "begin_call of a new key": lambda store: store.begin_call("new", "c1"),
+    "put of a begun call": lambda store: store.put(sample_entry("k", "c2")),
+    "put of a continued call": lambda store: store.put(child("k")),
+    "put of a new key": lambda store: store.put(sample_entry("new", "c1")),
+    "put of other bytes": _conflict,
+    "put of the same bytes": lambda store: store.put(sample_entry("k", "c1")),
+    "abort_call": lambda store: store.abort_call("k", "c2", reason="upstream:500"),
+    "abort_call after freeze": lambda store: store.abort_call("frozen", "c5", reason="client_gone"),
+    "mark_incomplete": lambda store: store.mark_incomplete("k", "c2"),
+    "mark_incomplete after freeze": lambda store: store.mark_incomplete("frozen"),
+    "freeze": lambda store: store.freeze("k"),
+    "freeze of a new key": lambda store: store.freeze("new"),
+    "drop": lambda store: _drop(store, "frozen"),
+    "supersede of an open key": lambda store: store.supersede("k"),
+    "supersede of a frozen key": lambda store: store.supersede("frozen"),
+    "supersede of a retired key": lambda store: store.supersede("gone"),
+    "sweep_retired": lambda store: store.sweep_retired(-1.0),
+}
+
+
+async def act(directory: Path, points: Points, store: str, verb: str) -> None:
+    """One verb of a store that another process left behind."""
+    made = STORES[store](directory)
+    points.arm()
+    await VERBS[verb](made)
+    points.say("acknowledged")
+    await made.close()
+
+
+async def together(directory: Path, points: Points, store: str) -> None:
+    """Five rollouts write at once: with a group commit, several operations in one transaction."""
+    made = STORES[store](directory)
+    await made.open_entries("k")
+    points.arm()
+
+    async def one(n: int) -> None:
+        await made.begin_call(f"t{n}", "c1")
+        points.say(f"begun t{n}")
+        await made.put(sample_entry(f"t{n}", "c1"))
+        points.say(f"put t{n}")
+
+    await asyncio.gather(*(one(n) for n in range(5)))

@@ -1,0 +1,151 @@
+"""Every verb of every store, killed at each of its steps: what another process then finds is before or after, whole.
+
+The steps are found by a run that is not killed (`nursery`); a second run is killed at each. Nothing runs between the
+kill and the reader.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.crash.nursery import Fate, Nursery
+from tests.crash.scenes import STORES, VERBS
+
+from toprope.testing.capture_suite import sample_entry
+
+pytestmark = [pytest.mark.promise("CP-1"), pytest.mark.promise("CP-2")]
+
+EVERY = sorted(STORES)
+
+
+@pytest.fixture(scope="module")
+def left_behind(ward: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
+    """For each store, what a killed process left: one key in every phase, all acknowledged, nothing closed."""
+    made = {}
+    for store in EVERY:
+        made[store] = tmp_path_factory.mktemp(store)
+        fate = ward.run("prepare", made[store], kill_at=1, store=store)
+        assert (fate.code, fate.said) == (-9, ["prepared"]), fate.error
+    yield made
+
+
+async def seen(store: str, directory: Path) -> dict[str, Any]:
+    """Everything that a fresh client can read, but for what is random or a time."""
+    made = STORES[store](directory)
+    try:
+        found: dict[str, Any] = {}
+        for info in await made.list_captures(retired=True):
+            key = info.rollout_id
+            receipts = await made.receipts(key)
+            found[key] = (
+                str(info.state),
+                info.version,
+                info.incomplete,
+                info.abandoned,
+                info.open_intents,
+                sorted(info.reasons),
+                await made.open_entries(key),
+                None if receipts is None else [r.model_call_id for r in receipts],
+            )
+        return found
+    finally:
+        await made.close()
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("store", EVERY)
+async def test_a_process_killed_at_any_step_leaves_before_or_after(
+    ward: Nursery, left_behind: dict[str, Path], memory_dir: Path, store: str, verb: str
+) -> None:
+    def fresh() -> Path:
+        copy = memory_dir / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        return shutil.copytree(left_behind[store], copy)
+
+    before = await seen(store, fresh())
+    assert before["k"][6] == (sample_entry("k", "c1"),)
+    whole = ward.run("act", directory := fresh(), store=store, verb=verb)
+    assert (whole.code, whole.said) == (0, ["acknowledged"]), whole.error
+    after = await seen(store, directory)
+    assert (before == after) == (verb == "put of the same bytes")
+    last = len(whole.points) - 1 - whole.points[::-1].index("after COMMIT") if store == "sqlite" else None
+    for at, label in enumerate(whole.points, 1):
+        fate = ward.run("act", directory := fresh(), kill_at=at, store=store, verb=verb)
+        assert fate.code == -9, fate
+        assert fate.points == whole.points[:at]
+        where = f"killed at {at} of {len(whole.points)}: {label}"
+        found = await seen(store, directory)
+        assert found in (before, after), where
+        if fate.said:
+            assert found == after, where
+        if last is not None:
+            assert found == (after if at > last else before), where
+        if found == before:
+            again = ward.run("act", directory, store=store, verb=verb)
+            assert again.code == 0, (where, again.error)
+            assert await seen(store, directory) == after, where
+
+
+@pytest.mark.parametrize("store", EVERY)
+async def test_the_first_write_of_a_run_killed_at_any_step_leaves_a_store_that_works(
+    ward: Nursery, memory_dir: Path, store: str
+) -> None:
+    whole = ward.run("act", memory_dir / "run", store=store, verb="put of a new key")
+    assert whole.code == 0, whole.error
+    for at, label in enumerate(whole.points, 1):
+        directory = memory_dir / f"at-{at}"
+        fate = ward.run("act", directory, kill_at=at, store=store, verb="put of a new key")
+        assert (fate.code, len(fate.points)) == (-9, at), fate
+        found = await seen(store, directory)
+        whole_put = (sample_entry("new", "c1"),)
+        assert [key for key in found if found[key][6] not in ((), whole_put)] == [], label
+        if fate.said:
+            assert found["new"][6] == whole_put, label
+        again = ward.run("act", directory, store=store, verb="put of a new key")
+        assert again.code == 0, (label, again.error)
+        assert (await seen(store, directory))["new"][6] == whole_put
+
+
+@pytest.mark.parametrize("store", EVERY)
+async def test_writers_that_share_a_commit_die_together_and_each_is_absent_or_whole(
+    ward: Nursery, left_behind: dict[str, Path], memory_dir: Path, store: str
+) -> None:
+    def play(at: int | None) -> tuple[Fate, Path]:
+        directory = shutil.copytree(left_behind[store], memory_dir / f"at-{at}")
+        return ward.run("together", directory, kill_at=at, store=store), directory
+
+    whole, _ = play(None)
+    assert whole.code == 0, whole.error
+    assert len(whole.said) == 10
+    for at in range(1, len(whole.points) + 1):
+        fate, directory = play(at)
+        if fate.code == 0:
+            continue  # this run needed fewer steps: more of it fell into one commit
+        assert fate.code == -9, fate
+        found = await seen(store, directory)
+        assert found["k"][6] == (sample_entry("k", "c1"),)
+        for n in range(5):
+            key = f"t{n}"
+            entries = found[key][6] if key in found else None
+            if f"put {key}" in fate.said:
+                assert entries == (sample_entry(key, "c1"),)
+            elif f"begun {key}" in fate.said:
+                assert entries in ((), (sample_entry(key, "c1"),))
+            if entries == ():
+                assert found[key][4] == 1  # an intent that nobody answered
+
+
+def test_the_points_are_those_that_a_store_must_be_killed_at(ward: Nursery, left_behind: dict[str, Path]) -> None:
+    """A table that misses the commit would prove nothing."""
+    for verb in VERBS:
+        copy = left_behind["sqlite"].with_name("copy")
+        shutil.copytree(left_behind["sqlite"], copy)
+        points = ward.run("act", copy, store="sqlite", verb=verb).points
+        shutil.rmtree(copy)
+        assert {"BEGIN IMMEDIATE", "SAVEPOINT one", "RELEASE one", "COMMIT", "after COMMIT", "close"} <= set(points)
+        writes = [label for label in points if label.startswith(("INSERT", "UPDATE", "DELETE"))]
+        assert bool(writes) == (verb != "put of the same bytes"), verb
