@@ -16,6 +16,7 @@ from toprope.capture.fence import Fence, fence_key
 from toprope.capture.packing import pack
 from toprope.capture.prompts import PromptArena
 from toprope.capture.protocols import BeginAck, CaptureInfo, EntryConflict, Intent, PutAck, closed
+from toprope.capture.settling import Changes, InFlight, wait_settled
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.lifecycle import (
     Abort,
@@ -69,6 +70,7 @@ class MemoryStore:
         self._guard = threading.Lock()
         self._captures: dict[str, _Capture] = {}
         self._fences: dict[str, Fence] = {}
+        self._changes = Changes()
         self.freeze_listeners: list[Callable[[str], None]] = []
 
     async def begin_call(self, rollout_id: str, model_call_id: str, *, intent: Intent | None = None) -> BeginAck:
@@ -90,6 +92,7 @@ class MemoryStore:
                 raise EntryConflict(f"call {call_id!r} of {key!r} is recorded with other content")
             if done.verdict is Verdict.DONE:
                 capture.entries[call_id] = entry
+                self._changes.tell(key)
             return PutAck(capture.head.version, capture.head.entries)
 
     async def abort_call(self, rollout_id: str, model_call_id: str, *, reason: str) -> None:
@@ -99,11 +102,23 @@ class MemoryStore:
             capture, done = self._happen(rollout_id, model_call_id, Abort(reason))
             if done.verdict is Verdict.DONE and open_before and reason.startswith("replay_of:"):
                 capture.replayed.add(reason.removeprefix("replay_of:"))
+            self._changes.tell(rollout_id)
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "", *, reason: str | None = None) -> None:
         """Once it returns the rollout is known to lack a call. Raises `CaptureClosed` on a retired or fenced key."""
         with self._guard:
             self._happen(rollout_id, None, Mark(typed_reason(reason, model_call_id)))
+
+    async def settle(self, rollout_id: str, timeout_s: float) -> bool:
+        """Once it returns no intent is open (True), or `timeout_s` seconds are over (False). Every writer lives."""
+
+        async def ask() -> InFlight:
+            with self._guard:
+                capture = self._captures.get(rollout_id)
+                flying = capture is not None and capture.head.phase is Phase.OPEN
+                return InFlight(ours=capture.head.open_intents if capture is not None and flying else 0)
+
+        return await wait_settled(self._changes, rollout_id, ask, timeout_s)
 
     async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
         """Once it returns the set of entries is final. Raises `CaptureClosed` on a retired or fenced key."""
@@ -243,4 +258,5 @@ def _info(key: str, capture: _Capture, now: float) -> CaptureInfo:
         aborts=tuple(sorted(aborts.items())),
         writer_epochs=tuple(sorted({capture.intents[call_id].writer_epoch for call_id in open_calls})),
         abandoned=capture.abandoned,
+        writer="live" if head.phase is Phase.OPEN and not capture.abandoned else None,
     )

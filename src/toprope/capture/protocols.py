@@ -6,6 +6,7 @@ sink and a source with exactly NeMo Gym's signatures serve a run.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -111,7 +112,7 @@ class CaptureInfo:
     `state` is open, frozen or retired; `abandoned` marks evidence that `supersede` set aside. `age_s` counts from the
     first write, `calls` everything that was begun, put or aborted, `open_intents` the calls without an end so far;
     `reasons` as in a snapshot, `aborts` the reasons of aborted calls by count, `writer_epochs` the writers whose
-    intents are open.
+    intents are open; `writer`, of an open capture, whether one that began a call of it is alive (`writer_state`).
     """
 
     rollout_id: str
@@ -127,6 +128,15 @@ class CaptureInfo:
     aborts: tuple[tuple[str, int], ...] = ()
     writer_epochs: tuple[str, ...] = ()
     abandoned: bool = False
+    writer: str | None = None
+
+
+def writer_state(epochs: Collection[str], alive: Mapping[str, bool]) -> str:
+    """`live` if one of the writers is alive, `dead` if all are known to be gone, else `unknown` (no epoch was told)."""
+    known = [epoch for epoch in epochs if epoch]
+    if any(alive[epoch] for epoch in known):
+        return "live"
+    return "dead" if known and "" not in epochs else "unknown"
 
 
 @runtime_checkable

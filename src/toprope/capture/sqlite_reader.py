@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from toprope.capture.prompts import RecentCalls
-from toprope.capture.protocols import CaptureInfo
+from toprope.capture.protocols import CaptureInfo, writer_state
 from toprope.capture.sqlite_file import SqliteFile
 from toprope.capture.sqlite_records import line_entries, read_line
 from toprope.tokens.entry import TokenEntry
@@ -45,10 +45,17 @@ class _Key:
 class SqliteReader:
     """Answers questions; `ask` is to be called on one thread only."""
 
-    def __init__(self, file: SqliteFile, recent: _Recent, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        file: SqliteFile,
+        recent: _Recent,
+        clock: Callable[[], float] = time.time,
+        is_live: Callable[[str], bool] = lambda epoch: True,
+    ) -> None:
         self._file = file
         self._recent = recent
         self._clock = clock
+        self._is_live = is_live
         self._connection: sqlite3.Connection | None = None
 
     def ask(self, question: Callable[[sqlite3.Connection], T], default: T) -> T:
@@ -146,6 +153,13 @@ class SqliteReader:
             "SELECT DISTINCT capture, epoch FROM call WHERE intent AND entry IS NULL AND abort IS NULL"
         ):
             epochs[capture].add(epoch or "")
+        began: defaultdict[int, set[str]] = defaultdict(set)
+        for capture, epoch in connection.execute(
+            "SELECT DISTINCT c.capture, c.epoch FROM call c JOIN capture k ON k.id = c.capture WHERE k.phase = ?",
+            (Phase.OPEN,),
+        ):
+            began[capture].add(epoch or "")
+        alive = {epoch: self._is_live(epoch) for epoch in set[str]().union(*began.values())}
         rows = connection.execute(
             "SELECT id, key, phase, created, calls, entries, open_intents, incomplete, version, snapshot_id, abandoned"
             " FROM capture WHERE ? OR phase != ? ORDER BY created, id",
@@ -166,6 +180,7 @@ class SqliteReader:
                 aborts=tuple(sorted(aborts[row_id].items())),
                 writer_epochs=tuple(sorted(epochs[row_id])),
                 abandoned=bool(abandoned),
+                writer=writer_state(began[row_id], alive) if phase == Phase.OPEN and not abandoned else None,
             )
             for (
                 row_id,

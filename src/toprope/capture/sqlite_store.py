@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from toprope.capture.epochs import WriterEpochs
 from toprope.capture.prompts import RecentCalls
 from toprope.capture.protocols import BeginAck, CaptureInfo, Intent, PutAck, closed
+from toprope.capture.settling import Changes, InFlight, wait_settled
 from toprope.capture.sqlite_file import SqliteFile
 from toprope.capture.sqlite_reader import SqliteReader
+from toprope.capture.sqlite_settle import open_writers
 from toprope.capture.sqlite_writer import Operation, SqliteWriter
 from toprope.storage.group_commit import GroupCommit
 from toprope.tokens.entry import TokenEntry
@@ -48,9 +52,11 @@ class SqliteStore:
         self.path = Path(path)
         self._file = SqliteFile(self.path)
         recent: RecentCalls[tuple[int, str]] = RecentCalls(recent_bytes)
-        self._reader = SqliteReader(self._file, recent, clock)
+        self._epochs = WriterEpochs(self.path.with_name(self.path.name + ".writers"))
+        self._changes = Changes()
+        self._reader = SqliteReader(self._file, recent, clock, self._epochs.is_live)
         self._read_thread = ThreadPoolExecutor(1, thread_name_prefix="capture-read")
-        writer = SqliteWriter(self._file, recent, clock)
+        writer = SqliteWriter(self._file, recent, clock, self._epochs.is_live)
         self._group: GroupCommit[Operation, Any] = GroupCommit("capture-write", writer.commit, finish=writer.finish)
         self._closed = False
         self.freeze_listeners: list[Callable[[str], None]] = []
@@ -58,6 +64,7 @@ class SqliteStore:
     async def begin_call(self, rollout_id: str, model_call_id: str, *, intent: Intent | None = None) -> BeginAck:
         """Once it returns the intent survives a power cut. Known already: no-op."""
         told = intent or Intent()
+        self._epochs.hold(told.writer_epoch)
         return cast(BeginAck, await self._write(lambda writer: writer.begin(rollout_id, model_call_id, told)))
 
     async def put(self, entry: TokenEntry) -> PutAck:
@@ -65,15 +72,42 @@ class SqliteStore:
 
         Other bytes under the same id raise `EntryConflict`, after the rollout was marked incomplete.
         """
-        return cast(PutAck, await self._write(lambda writer: writer.put(entry)))
+        ack = cast(PutAck, await self._write(lambda writer: writer.put(entry)))
+        self._changes.tell(entry.rollout_id)
+        return ack
 
     async def abort_call(self, rollout_id: str, model_call_id: str, *, reason: str) -> None:
         """Once it returns the intent is closed, durably, and does not count as lost. After its put: no-op."""
         await self._write(lambda writer: writer.abort(rollout_id, model_call_id, reason))
+        self._changes.tell(rollout_id)
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "", *, reason: str | None = None) -> None:
         """Once it returns the loss is durable; `reason` is one of the typed reasons, a detail after a colon."""
         await self._write(lambda writer: writer.mark(rollout_id, typed_reason(reason, model_call_id)))
+
+    async def settle(self, rollout_id: str, timeout_s: float) -> bool:
+        """Once it returns no intent of a live writer is open (True), or `timeout_s` seconds are over (False).
+
+        An intent without a writer epoch may be a live writer's. Those of dead writers are settled by `freeze`.
+        """
+
+        def ask() -> InFlight:
+            writers = self._reader.ask(lambda connection: open_writers(connection, rollout_id), Counter[str]())
+            live = {epoch: count for epoch, count in writers.items() if self._epochs.is_live(epoch)}
+            ours = sum(count for epoch, count in live.items() if self._epochs.mine(epoch))
+            return InFlight(ours, sum(live.values()) - ours)
+
+        return await wait_settled(self._changes, rollout_id, lambda: self._read(ask), timeout_s)
+
+    async def settle_dead_writers(self) -> int:
+        """Once it returns the intents that dead writers left are aborted, durably, where that can be told already.
+
+        To be called by a writer that starts. What was streamed waits for a retry: `freeze` settles it. The number of
+        intents closed now is returned.
+        """
+        if not self._file.exists():
+            return 0
+        return cast(int, await self._write(lambda writer: writer.settle()))
 
     async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
         """Once it returns the set of entries is final, durably. Again: the same id and entries, the rest as of now."""
@@ -120,6 +154,7 @@ class SqliteStore:
         await self._group.close()
         await asyncio.get_running_loop().run_in_executor(self._read_thread, self._reader.close)
         self._read_thread.shutdown()
+        self._epochs.close()
         self._file.let_go()
 
     async def _write(self, operation: Operation) -> Any:

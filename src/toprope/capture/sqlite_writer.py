@@ -19,6 +19,7 @@ from toprope.capture.protocols import BeginAck, EntryConflict, Intent, PutAck, c
 from toprope.capture.sqlite_file import SqliteFile
 from toprope.capture.sqlite_records import DamagedRecord, line_entries, load_ids, read_record, record_hash
 from toprope.capture.sqlite_rows import CallRow, KeyRow, SqliteRows
+from toprope.capture.sqlite_settle import keys_with_open_intents, settle_dead
 from toprope.errors.tree import CaptureClosed, CaptureError
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.lifecycle import (
@@ -47,11 +48,16 @@ class SqliteWriter:
     """`commit` is the function of a `GroupCommit`; the methods below it are operations, called inside a transaction."""
 
     def __init__(
-        self, file: SqliteFile, recent: RecentCalls[tuple[int, str]], clock: Callable[[], float] = time.time
+        self,
+        file: SqliteFile,
+        recent: RecentCalls[tuple[int, str]],
+        clock: Callable[[], float] = time.time,
+        is_live: Callable[[str], bool] = lambda epoch: True,
     ) -> None:
         self._file = file
         self._recent = recent
         self._clock = clock
+        self._is_live = is_live
         self._connection: sqlite3.Connection | None = None
         self._rows = SqliteRows(clock)
         self._staged: dict[tuple[int, str], tuple[CallIds, tuple[int, str] | None]] = {}
@@ -163,13 +169,22 @@ class SqliteWriter:
         self._rows.add_reasons(row, done.reasons)
 
     def freeze(self, key: str, snapshot_id: str) -> None:
-        row = self._rows.key(key)
+        row = settle_dead(self._rows, self._rows.key(key), self._is_live)
         dangling = self._rows.open_intents(row) if row.head.open_intents else ()
         done = self._decide(row, Call(), Freeze(snapshot_id, dangling))
         if done.verdict is Verdict.DONE:
             row = self._rows.exist(row)
             self._rows.write_head(replace(row, head=done.head))
             self._rows.add_reasons(row, done.reasons)
+
+    def settle(self, keys: Sequence[str] | None = None) -> int:
+        """Settle the intents of dead writers, of every open key if `keys` is None; how many were closed."""
+        closed_now = 0
+        for key in keys_with_open_intents(self._rows.db) if keys is None else keys:
+            before = self._rows.key(key)
+            after = settle_dead(self._rows, before, self._is_live)
+            closed_now += before.head.open_intents - after.head.open_intents
+        return closed_now
 
     def drop(self, key: str, snapshot_id: str, version: int, receipts: bytes | None) -> bool:
         row = self._rows.key(key)

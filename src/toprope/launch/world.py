@@ -95,6 +95,8 @@ class World:
     async def start(self) -> None:
         """On return every server can be called, engines included. Raises what the first that cannot start raises."""
         try:
+            if isinstance(self.store, SqliteStore):
+                await self.store.settle_dead_writers()
             for role in ROLES.values():
                 await self._start_role(role)
         except BaseException:

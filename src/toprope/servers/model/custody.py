@@ -48,7 +48,11 @@ class Custody:
             begun = _begun.get()
             if begun is not None:
                 begun.append(call.call_id)
-            intent = Intent(request_digest=call.request_digest, retry_count=call.retry_count or 0)
+            intent = Intent(
+                stream=bool(call.request.stream),
+                request_digest=call.request_digest,
+                retry_count=call.retry_count or 0,
+            )
             await self.require().begin(call.rollout_id, call.call_id, intent=intent)
 
     async def abort(self, call: ModelCall, reason: str) -> None:
