@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.crash.nursery import Nursery, nursery
+from tests.crash.scenes import STORES
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +17,17 @@ def ward() -> Iterator[Nursery]:
     """Where victims come from."""
     with nursery() as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def left_behind(ward: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """For each store, what a killed process left: one key in every phase, all acknowledged, nothing closed."""
+    made = {}
+    for store in STORES:
+        made[store] = tmp_path_factory.mktemp(store)
+        fate = ward.run("prepare", made[store], kill_at=1, store=store)
+        assert (fate.code, fate.said) == (-9, ["prepared"]), fate.error
+    return made
 
 
 @pytest.fixture

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from tests.crash.nursery import Points
+
 from toprope.capture.sqlite_store import SqliteStore
 from toprope.testing.capture_suite import sample_entry
 
@@ -93,3 +95,63 @@ async def together(directory: Path, points: Points, store: str) -> None:
         points.say(f"put t{n}")
 
     await asyncio.gather(*(one(n) for n in range(5)))
+
+
+async def seen(store: str, directory: Path) -> dict[str, Any]:
+    """Everything that a fresh client can read, but for what is random or a time."""
+    made = STORES[store](directory)
+    try:
+        found: dict[str, Any] = {}
+        for info in await made.list_captures(retired=True):
+            key = info.rollout_id
+            receipts = await made.receipts(key)
+            found[key] = (
+                str(info.state),
+                info.version,
+                info.incomplete,
+                info.abandoned,
+                info.open_intents,
+                sorted(info.reasons),
+                await made.open_entries(key),
+                None if receipts is None else [r.model_call_id for r in receipts],
+            )
+        return found
+    finally:
+        await made.close()
+
+
+async def every_verb(directory: Path, acknowledged: Callable[[str], None], store: str) -> None:
+    """Every verb that writes, on one new store after another, each followed by its acknowledgement."""
+    for number, (verb, act_out) in enumerate(VERBS.items()):
+        made = STORES[store](directory / str(number))
+        await made.begin_call("k", "c1")
+        acknowledged("begin_call")
+        await made.put(sample_entry("k", "c1"))
+        acknowledged("put")
+        await made.begin_call("k", "c2")
+        acknowledged("begin_call")
+        for key in ("frozen", "gone"):
+            await made.put(sample_entry(key, "c1"))
+            acknowledged("put")
+            snapshot = await made.freeze(key)
+            acknowledged("freeze")
+            if key == "gone":
+                await made.drop(key, snapshot_id=snapshot.snapshot_id, version=snapshot.version)
+                acknowledged("drop")
+        await act_out(made)
+        acknowledged(verb)
+        await made.close()
+
+
+async def _alone(scene: str, store: str, directory: Path, *told: str) -> None:
+    if scene == "act":
+        made = STORES[store](directory)
+        await VERBS[told[0]](made)
+        print("acknowledged", flush=True)
+        await made.close()
+    else:
+        await every_verb(directory, lambda verb: print("ack", verb, flush=True), store)
+
+
+if __name__ == "__main__":  # a process of its own, for those who look at it from outside
+    asyncio.run(_alone(sys.argv[1], sys.argv[2], Path(sys.argv[3]), *sys.argv[4:]))

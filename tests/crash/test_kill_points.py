@@ -7,53 +7,17 @@ kill and the reader.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.crash.nursery import Fate, Nursery
-from tests.crash.scenes import STORES, VERBS
+from tests.crash.scenes import STORES, VERBS, seen
 
 from toprope.testing.capture_suite import sample_entry
 
 pytestmark = [pytest.mark.promise("CP-1"), pytest.mark.promise("CP-2")]
 
 EVERY = sorted(STORES)
-
-
-@pytest.fixture(scope="module")
-def left_behind(ward: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Path]]:
-    """For each store, what a killed process left: one key in every phase, all acknowledged, nothing closed."""
-    made = {}
-    for store in EVERY:
-        made[store] = tmp_path_factory.mktemp(store)
-        fate = ward.run("prepare", made[store], kill_at=1, store=store)
-        assert (fate.code, fate.said) == (-9, ["prepared"]), fate.error
-    yield made
-
-
-async def seen(store: str, directory: Path) -> dict[str, Any]:
-    """Everything that a fresh client can read, but for what is random or a time."""
-    made = STORES[store](directory)
-    try:
-        found: dict[str, Any] = {}
-        for info in await made.list_captures(retired=True):
-            key = info.rollout_id
-            receipts = await made.receipts(key)
-            found[key] = (
-                str(info.state),
-                info.version,
-                info.incomplete,
-                info.abandoned,
-                info.open_intents,
-                sorted(info.reasons),
-                await made.open_entries(key),
-                None if receipts is None else [r.model_call_id for r in receipts],
-            )
-        return found
-    finally:
-        await made.close()
 
 
 @pytest.mark.parametrize("verb", VERBS)
