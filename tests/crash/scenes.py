@@ -10,8 +10,11 @@ from typing import Any
 
 from tests.crash.nursery import Points
 
+from toprope.capture.protocols import Intent
 from toprope.capture.sqlite_store import SqliteStore
+from toprope.collector.settings import CaptureSettings, RunSettings
 from toprope.testing.capture_suite import sample_entry
+from toprope.testing.episodes import Run, collect_scripted, sample_calls
 
 STORES: dict[str, Callable[[Path], Any]] = {"sqlite": lambda directory: SqliteStore(directory / "c.sqlite")}
 
@@ -25,6 +28,7 @@ def child(key: str, call_id: str = "c3", **fields: Any) -> Any:
 async def prepare(directory: Path, points: Points, store: str) -> None:
     """One key in every phase, acknowledged; then the process dies, nothing closed."""
     made = STORES[store](directory)
+    await made.begin_call("orphan", "c1", intent=Intent(request_digest="d1", writer_epoch="a writer that dies"))
     for key in ("k", "frozen", "gone", "masked", "other"):
         await made.begin_call(key, "c1")
         await made.put(sample_entry(key, "c1"))
@@ -53,6 +57,7 @@ async def _conflict(store: Any) -> None:
 
 VERBS: dict[str, Callable[[Any], Awaitable[Any]]] = {
     "begin_call": lambda store: store.begin_call("k", "c3"),
+    "begin_call with an intent": lambda store: store.begin_call("k", "c3", intent=Intent(writer_epoch="another")),
     "begin_call of a new key": lambda store: store.begin_call("new", "c1"),
     "put of a begun call": lambda store: store.put(sample_entry("k", "c2")),
     "put of a continued call": lambda store: store.put(child("k")),
@@ -64,6 +69,8 @@ VERBS: dict[str, Callable[[Any], Awaitable[Any]]] = {
     "mark_incomplete": lambda store: store.mark_incomplete("k", "c2"),
     "mark_incomplete after freeze": lambda store: store.mark_incomplete("frozen"),
     "freeze": lambda store: store.freeze("k"),
+    "freeze of a dead writer's key": lambda store: store.freeze("orphan"),
+    "settle_dead_writers": lambda store: store.settle_dead_writers(),
     "freeze of a new key": lambda store: store.freeze("new"),
     "drop": lambda store: _drop(store, "frozen"),
     "supersede of an open key": lambda store: store.supersede("k"),
@@ -118,6 +125,39 @@ async def seen(store: str, directory: Path) -> dict[str, Any]:
         return found
     finally:
         await made.close()
+
+
+TURNS = [([1, 10, 11], [50, 2]), ([9, 12], [51, 52, 2])]
+LATE = 1  # the task over whose delivery the collector dies; the one before it is delivered
+
+
+async def collect(directory: Path, points: Points, store: str, lose: str = "") -> None:
+    """A real collector of two captured rollouts, one at a time; the second is delivered under fire.
+
+    `lose`: a call of the second is lost, so that its row is masked and its capture stays.
+    """
+    writer, source = STORES[store](directory / "captures"), STORES[store](directory / "captures")
+
+    async def answer(run: Run) -> dict[str, Any]:
+        await sample_calls(writer, run.key, TURNS)
+        if run.task_id == str(LATE):
+            if lose:
+                await writer.mark_incomplete(run.key, lose)
+            points.arm()
+        return run.result(0.5, note="verifier's own")
+
+    await collect_scripted(
+        directory,
+        answer,
+        [{"responses_create_params": {"input": str(n)}} for n in range(2)],
+        source=source,
+        selected=True,
+        settings=RunSettings(run_id="run", concurrency=1),
+        capture=CaptureSettings(enabled=True, settle_s=0.0),
+        observers=[lambda event: points.say(f"{type(event).__name__} {getattr(event, 'rollout_id', '')}".strip())],
+    )
+    await source.close()
+    await writer.close()
 
 
 async def every_verb(directory: Path, acknowledged: Callable[[str], None], store: str) -> None:
