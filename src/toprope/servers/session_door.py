@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from toprope.correlation.context import RolloutContext, bound_rollout, current_rollout
-from toprope.errors.tree import BadRequest, Conflict
+from toprope.errors.tree import BadRequest, Conflict, SessionLost
 from toprope.http.cookies import CookieSigner
 from toprope.http.request import Request
 from toprope.protocol.headers import CLOSE_TOKEN, LEASE, SESSION
@@ -26,12 +26,20 @@ class SessionDoor:
         self._signer = CookieSigner(signing_key)
 
     def session_id(self, request: Request) -> str | None:
-        """The session that the request names, or None. A cookie that we did not sign names nothing."""
+        """The session that the request names, or None.
+
+        Raises `SessionLost` for a session cookie that this server did not sign: its session is not here.
+        """
         named = request.headers.get(SESSION)
         if named:
             return named
         cookie = request.cookies.get(COOKIE)
-        return None if cookie is None else self._signer.verify(cookie)
+        if cookie is None:
+            return None
+        session_id = self._signer.verify(cookie)
+        if session_id is None:
+            raise SessionLost(f"{request.path}: the session cookie was not signed by this server")
+        return session_id
 
     def cookies(self, session_id: str) -> dict[str, str]:
         """What a seed reply sets."""

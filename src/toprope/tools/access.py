@@ -15,11 +15,12 @@ from typing import TYPE_CHECKING
 from toprope.canonical import json
 from toprope.errors.body import shorten
 from toprope.errors.kinds import Delivery, Kind
-from toprope.errors.tree import BadRequest, TopropeError, TransportError
+from toprope.errors.tree import BadRequest, PeerError, TopropeError, TransportError
 from toprope.http.cookies import merge_cookies
 from toprope.http.reply import Reply
 from toprope.protocol.grants import DirectHttpGrant, Grant
-from toprope.tools.spec import RESERVED_NAMES
+from toprope.protocol.headers import PROTOCOL
+from toprope.tools.spec import RESERVED_NAMES, TOOL_ERROR_TYPE
 
 if TYPE_CHECKING:
     from toprope.http.client import Client
@@ -30,6 +31,8 @@ _INFRASTRUCTURE_STATUSES = frozenset({401, 407, 408, 425, 429})
 _INFRASTRUCTURE_KINDS = frozenset(
     {Kind.SESSION_LOST, Kind.SESSION_EXPIRED, Kind.FORBIDDEN, Kind.CONFLICT, Kind.CAPACITY, Kind.TOOL_UNAVAILABLE}
 )
+# What a server of ours says to the caller's choice of tool or size of arguments: the model's to mend.
+_ABOUT_THE_CALL = frozenset({404, 405, 413})
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +78,24 @@ def _result(name: str, reply: Reply) -> ToolResult:
     if reply.status < 400:
         return ToolResult(reply.text)
     info = reply.error_info()
-    if reply.status >= 500 or reply.status in _INFRASTRUCTURE_STATUSES or info.kind in _INFRASTRUCTURE_KINDS:
+    trouble = reply.status >= 500 or reply.status in _INFRASTRUCTURE_STATUSES or info.kind in _INFRASTRUCTURE_KINDS
+    if trouble or (info.kind is not None and _refused(reply)):
         raise ToolUnavailable(
             f"tool {name}: {reply.url} answered {reply.status}: {info.message}",
             delivery=Delivery.DELIVERED,
             upstream_status=reply.status,
         )
     return ToolResult(info.message if info.kind is not None else shorten(reply.text), is_error=True)
+
+
+def _refused(reply: Reply) -> bool:
+    """Whether a server of ours refused a request before any tool ran; an error of its tools says that it is one."""
+    if PROTOCOL not in reply.headers or reply.status in _ABOUT_THE_CALL:
+        return False
+    try:
+        return bool(reply.json()["error"].get("type") != TOOL_ERROR_TYPE)
+    except (PeerError, TypeError, KeyError, AttributeError):
+        return True
 
 
 class ToolAccess:

@@ -23,6 +23,9 @@ from toprope.errors.tree import ToolError
 F = TypeVar("F", bound=Callable[..., Any])
 
 _MARK = "__toprope_tool__"
+TOOL_ERROR_TYPE = "tool_error"
+"""The `type` in the error body of a tool's own error, which is text for the model; no other error has it."""
+
 _NAME_ALPHABET = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-")
 RESERVED_NAMES = frozenset(
     {

@@ -136,6 +136,7 @@ async def test_without_a_grant_every_call_is_a_clean_error(make_house: Any) -> N
     ("answer", "told"),
     [
         (json_reply({"error": {"kind": "bad_request", "message": "no such account", "type": "tool_error"}}, 422), None),
+        (json_reply({"error": {"kind": "bad_request", "message": "no such route"}}, 404), "no such route"),
         (json_reply({"detail": "no such account"}, 400), '{"detail":"no such account"}'),
         (text_reply("no such account", 404), "no such account"),
     ],
@@ -161,6 +162,8 @@ async def test_an_error_that_the_tool_raised_is_text_for_the_model(
         json_reply({"error": {"kind": "session_lost", "message": "who", "retryable": True}}, 404),
         json_reply({"error": {"kind": "session_expired", "message": "late", "retryable": True}}, 404),
         json_reply({"error": {"kind": "forbidden", "message": "no", "retryable": False}}, 403),
+        # A refusal of the tools' server itself, with the kind that a tool's own error has too.
+        json_reply({"error": {"kind": "bad_request", "message": "no session is named", "retryable": False}}, 422),
     ],
 )
 async def test_trouble_behind_a_tool_ends_the_activation_and_never_reaches_the_model(

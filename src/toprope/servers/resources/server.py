@@ -36,12 +36,11 @@ from toprope.servers.resources.environment import Environment, Verdict
 from toprope.servers.session_door import SessionDoor, check_key, close_token, lease_s, working_for
 from toprope.servers.session_table import State
 from toprope.servers.sessions import SeedCall, Session, SessionRegistry, payload_digest
-from toprope.tools.spec import ToolSpec
+from toprope.tools.spec import TOOL_ERROR_TYPE, ToolSpec
 from toprope.tools.workers import WorkerThreads
 
 log = logging.getLogger("toprope.resources")
 
-TOOL_ERROR_TYPE = "tool_error"
 # Plain functions that run longer are named in the log: a thread that never ends is lost to the pool.
 STUCK_AFTER_S = 60.0
 _OWN_VERIFY_FIELDS = ("response", "responses_create_params")
