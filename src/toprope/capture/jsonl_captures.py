@@ -14,7 +14,7 @@ What becomes of a key is `tokens.lifecycle`'s, reading `jsonl_shelf`'s and `json
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import numpy as np
 
 from toprope.canonical.digest import digest_tokens
 from toprope.capture import jsonl_names as names
+from toprope.capture.epochs import WriterEpochs
 from toprope.capture.jsonl_desk import Desk
 from toprope.capture.jsonl_files import Files
 from toprope.capture.jsonl_lines import encode_entry, seal, text_line
@@ -30,7 +31,8 @@ from toprope.capture.jsonl_shelf import Place, Shelf
 from toprope.capture.jsonl_state import Tombstone, decode_tombstone
 from toprope.capture.packing import pack
 from toprope.capture.prompts import RecentCalls
-from toprope.capture.protocols import BeginAck, CaptureInfo, EntryConflict, Intent, PutAck, closed
+from toprope.capture.protocols import BeginAck, CaptureInfo, EntryConflict, Intent, PutAck, closed, writer_state
+from toprope.capture.settling import InFlight
 from toprope.errors.tree import CaptureError
 from toprope.tokens.entry import BadRecord, TokenEntry
 from toprope.tokens.lifecycle import (
@@ -51,14 +53,18 @@ from toprope.tokens.lifecycle import (
     step,
 )
 from toprope.tokens.receipts import receipts_of
+from toprope.tokens.settling import WRITER_DIED, to_abort
 from toprope.tokens.snapshot import Receipt, TokenCaptureSnapshot
 
 
 class JsonlCaptures:
     """Called from threads, for one key one at a time."""
 
-    def __init__(self, directory: Path, files: Files, recent_bytes: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, directory: Path, files: Files, recent_bytes: int, clock: Callable[[], float], epochs: WriterEpochs
+    ) -> None:
         self._desk = Desk(directory, files, clock)
+        self._epochs = epochs
         self._clock = clock
         self._recent: Recent = RecentCalls(recent_bytes)
 
@@ -69,6 +75,7 @@ class JsonlCaptures:
             done = self._decide(shelf, shelf.call(call_id), Begin())
             if done.verdict is Verdict.DONE:
                 self._desk.exist(shelf)
+                self._epochs.hold(intent.writer_epoch)
                 if intent != Intent():
                     self._desk.append(shelf, names.BEGUN, _line(_intent_values(call_id, intent)))
                     shelf.begun[call_id] = intent
@@ -97,17 +104,9 @@ class JsonlCaptures:
                 return
             self._desk.exist(shelf)
             assert shelf.state is not None
-            late = shelf.state.frozen
-            values: dict[str, Any] = {"model_call_id": call_id, "reason": reason, "late": late, "at": self._clock()}
-            if call_id in shelf.begun:
-                values |= _intent_values(call_id, shelf.begun[call_id])
-            if late:
+            if shelf.state.frozen:
                 self._desk.commit(shelf, done.head, aborts={**shelf.state.aborts, call_id: reason})
-            self._desk.append(shelf, names.ABORTED, _line(values))
-            shelf.saw_abort(call_id, reason, late=late)
-            if call_id in shelf.intents and not late:
-                del shelf.intents[call_id]
-                self._desk.rewrite(shelf, names.INTENTS, b"".join(map(text_line, shelf.intents)))
+            self._write_aborts(shelf, {call_id: reason})
 
     def mark(self, key: str, reason: str) -> None:
         with self._desk.opened(key, write=True) as shelf:
@@ -118,12 +117,16 @@ class JsonlCaptures:
     def freeze(self, key: str, snapshot_id: str) -> TokenCaptureSnapshot:
         with self._desk.opened(key, write=True) as shelf:
             frozen = shelf.state is not None and shelf.state.frozen
-            done = self._decide(shelf, Call(), Freeze(snapshot_id, () if frozen else shelf.dangling()))
+            died = {} if frozen else self._left_by_the_dead(shelf)
+            dangling = () if frozen else tuple(call for call in shelf.dangling() if call not in died)
+            done = self._decide(shelf, Call(), Freeze(snapshot_id, dangling))
             records = read_records(shelf, self._recent, whole=False)
             shelf.damage |= dict.fromkeys(records.lost)
             if done.verdict is Verdict.DONE:
                 self._desk.exist(shelf)
-                self._desk.commit(shelf, done.head, done.reasons)
+                self._desk.commit(shelf, done.head, done.reasons, aborts=died)
+                if died:
+                    self._write_aborts(shelf, died)
             state = shelf.state
             assert state is not None
             assert state.snapshot_id is not None
@@ -185,6 +188,14 @@ class JsonlCaptures:
     def remove_scraps(self, older_than: float) -> None:
         self._desk.remove_scraps(older_than)
 
+    def settle(self, key: str) -> int:
+        """How many intents of dead writers were closed."""
+        with self._desk.opened(key, write=True, make=False) as shelf:
+            died = self._left_by_the_dead(shelf) if shelf.head(Phase.ABSENT).phase is Phase.OPEN else {}
+            if died:
+                self._write_aborts(shelf, died)
+            return len(died)
+
     # -- reading ------------------------------------------------------------------------------------------------------
 
     def open_entries(self, key: str, since: int) -> tuple[TokenEntry, ...]:
@@ -213,6 +224,10 @@ class JsonlCaptures:
             created = state.created if state is not None else None
             if created is None:
                 created = min((stat.mtime_ns for stat in shelf.stats.values() if stat is not None), default=0) / 1e9
+            abandoned = state is not None and state.abandoned
+            writer = None
+            if head.phase is Phase.OPEN and not abandoned:
+                writer = writer_state(shelf.writers(), {each: self._epochs.is_live(each) for each in shelf.writers()})
             epochs = {shelf.begun.get(call, Intent()).writer_epoch for call in dangling}
             return created, CaptureInfo(
                 rollout_id=key,
@@ -227,8 +242,21 @@ class JsonlCaptures:
                 reasons=snapshot_reasons(shelf.reasons(), shelf.standing_aborts()),
                 aborts=tuple(sorted(Counter(shelf.standing_aborts()).items())),
                 writer_epochs=tuple(sorted(epochs)),
-                abandoned=state is not None and state.abandoned,
+                abandoned=abandoned,
+                writer=writer_state(began, {epoch: self._epochs.is_live(epoch) for epoch in began})
+                if running
+                else None,
             )
+
+    def in_flight(self, key: str) -> InFlight:
+        """The open calls whose writers may be alive."""
+        with self._desk.opened(key, write=False, make=False) as shelf:
+            if shelf.head(Phase.ABSENT).phase is not Phase.OPEN:
+                return InFlight()
+            writers = [shelf.begun.get(call, Intent()).writer_epoch for call in shelf.dangling()]
+        live = [epoch for epoch in writers if self._epochs.is_live(epoch)]
+        ours = sum(self._epochs.mine(epoch) for epoch in live)
+        return InFlight(ours, len(live) - ours)
 
     # -- helpers ------------------------------------------------------------------------------------------------------
 
@@ -238,6 +266,30 @@ class JsonlCaptures:
         if done.verdict is Verdict.REFUSED:
             raise closed(shelf.key, done.head.phase, event.verb)
         return done
+
+    def _left_by_the_dead(self, shelf: Shelf) -> dict[str, str]:
+        """The open calls that are to be aborted, since their writers died, with the reason."""
+        if not shelf.open:
+            return {}
+        return dict.fromkeys(to_abort(shelf.begun_calls(), self._epochs.is_live), WRITER_DIED)
+
+    def _write_aborts(self, shelf: Shelf, aborts: Mapping[str, str]) -> None:
+        """On return they stand in the file of aborts, and their intents nowhere, durably.
+
+        Once the rollout is frozen its state decides: it has them already, and tells NeMo Gym what was open.
+        """
+        late = shelf.state is not None and shelf.state.frozen
+        lines = []
+        for call_id, reason in aborts.items():
+            told = _intent_values(call_id, shelf.begun[call_id]) if call_id in shelf.begun else {}
+            lines.append(_line({**told, "model_call_id": call_id, "reason": reason, "late": late, "at": self._clock()}))
+        self._desk.append(shelf, names.ABORTED, b"".join(lines))
+        for call_id, reason in aborts.items():
+            shelf.saw_abort(call_id, reason, late=late)
+        if any(call_id in shelf.intents for call_id in aborts):
+            for call_id in aborts:
+                shelf.intents.pop(call_id, None)
+            self._desk.rewrite(shelf, names.INTENTS, b"".join(map(text_line, shelf.intents)))
 
     def _stored(self, shelf: Shelf, call_id: str) -> TokenEntry:
         """The entry that stands under the call's id, as it was put. Raises `CaptureError` if it is damaged."""
@@ -254,7 +306,7 @@ class JsonlCaptures:
         line = encode_entry(entry, skip=ids.count if ids is not None else 0, digest=digest)
         offset = self._desk.append(shelf, names.TOKENS, line + b"\n")
         shelf.lines += 1
-        shelf.saw_entry(entry.model_call_id, Place.of(offset, line))
+        shelf.saw_entry(entry.model_call_id, Place.of(offset, line, entry))
         keep_ids(shelf, entry, self._recent, after=entry.parent_call_id if ids is not None else None)
 
 

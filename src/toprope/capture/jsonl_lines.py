@@ -157,6 +157,14 @@ class Line:
         return parent if isinstance(parent, str) else None
 
     @property
+    def decision(self) -> str:
+        """`root`, `resolved` or `unresolved`; a line that does not say is taken by whether it names a parent."""
+        told = self.values.get("parent_resolution")
+        if told is None:
+            return "resolved" if self.parent is not None else "root"
+        return told if told in ("root", "resolved") else "unresolved"
+
+    @property
     def skip(self) -> int:
         return int(self.values.get("prompt_skip") or 0) if self.sealed else 0
 
@@ -173,10 +181,7 @@ class Line:
         """The entry with the prompt that stands in the line. Raises `BadRecord` as `TokenEntry` does."""
         ours = _OWN if self.sealed else ("digest", "parent_resolution")
         dump = {name: value for name, value in self.values.items() if name not in ours}
-        parent = self.values.get("parent_resolution")
-        if parent is None:
-            parent = "resolved" if self.parent is not None else "root"
-        dump["parent_decision"] = parent if parent in ("root", "resolved") else "unresolved"
+        dump["parent_decision"] = self.decision
         experts = dump.get("routed_experts")
         if self.sealed and isinstance(experts, dict) and experts.keys() == {"npy"}:
             dump["routed_experts"] = np.load(io.BytesIO(base64.b64decode(experts["npy"])), allow_pickle=False)

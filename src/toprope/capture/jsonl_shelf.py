@@ -18,7 +18,9 @@ from toprope.capture.jsonl_files import Files, FileStat
 from toprope.capture.jsonl_lines import Damaged, Found, scan, text_lines, unseal
 from toprope.capture.jsonl_state import State, decode_state, decode_tombstone
 from toprope.capture.protocols import Intent
+from toprope.tokens.entry import TokenEntry
 from toprope.tokens.lifecycle import Call, Head, Phase, typed_reason
+from toprope.tokens.settling import BegunCall, is_doubtful
 
 LOGS = (names.TOKENS, names.INTENTS, names.BEGUN, names.ABORTED, names.INCOMPLETE)
 REPLAY = "replay_of:"
@@ -26,15 +28,17 @@ REPLAY = "replay_of:"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a record stands in the token file, and the SHA-256 of its bytes."""
+    """Where a record stands in the token file, the SHA-256 of its bytes, and what `tokens.settling` asks of it."""
 
     offset: int
     size: int
     digest: str
+    doubtful: bool = False
 
     @classmethod
-    def of(cls, offset: int, line: bytes) -> Place:
-        return cls(offset, len(line), hashlib.sha256(line).hexdigest())
+    def of(cls, offset: int, line: bytes, entry: TokenEntry) -> Place:
+        doubtful = is_doubtful(entry.parent_decision, entry.parent_resolution_reason)
+        return cls(offset, len(line), hashlib.sha256(line).hexdigest(), doubtful)
 
 
 @dataclass(slots=True)
@@ -137,6 +141,28 @@ class Shelf:
             return ()
         unannounced = tuple(call for call in self.entries if call not in self.intents) if not self.begun else ()
         return tuple(line for line in self.open if not _glued(line, unannounced))
+
+    def writers(self) -> set[str]:
+        """The epochs of those who began the calls; the empty one for calls of unknown origin."""
+        return {self.begun.get(call, Intent()).writer_epoch for call in self.known}
+
+    def begun_calls(self) -> list[BegunCall]:
+        """What `tokens.settling` asks of the calls, those that told of their intent in the order of beginning."""
+        still_open = set(self.dangling())
+        order = [*(call for call in self.begun if call in self.known), *(c for c in self.known if c not in self.begun)]
+        return [self._begun_call(call, call in still_open) for call in order]
+
+    def _begun_call(self, call: str, still_open: bool) -> BegunCall:
+        intent, place = self.begun.get(call, Intent()), self.entries.get(call)
+        return BegunCall(
+            call,
+            still_open,
+            intent.stream,
+            intent.request_digest,
+            intent.retry_count,
+            intent.writer_epoch,
+            place is not None and place.doubtful,
+        )
 
     def standing_aborts(self) -> list[str]:
         """The abort reasons that still hold, in order."""
@@ -250,7 +276,8 @@ class Shelf:
             return
         there = self.entries.get(call_id)
         if there is None:
-            self.saw_entry(call_id, Place(found.offset, found.size, found.digest))
+            doubtful = is_doubtful(found.line.decision, found.line.values.get("parent_resolution_reason"))
+            self.saw_entry(call_id, Place(found.offset, found.size, found.digest, doubtful))
         elif there.digest != found.digest:
             self.damage[f"conflict:{call_id}"] = None
 

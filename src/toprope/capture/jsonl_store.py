@@ -7,16 +7,20 @@ are wanted that can be read with ordinary tools. Work happens on threads (`jsonl
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from toprope.capture.epochs import WriterEpochs
 from toprope.capture.jsonl_captures import JsonlCaptures
 from toprope.capture.jsonl_files import Files, OsFiles
 from toprope.capture.jsonl_threads import KeyedThreads
 from toprope.capture.protocols import BeginAck, CaptureInfo, Intent, PutAck
+from toprope.capture.settling import Changes, InFlight, wait_settled
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.lifecycle import typed_reason
 from toprope.tokens.snapshot import Receipt, TokenCaptureSnapshot
@@ -47,7 +51,9 @@ class JsonlStore:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.path = Path(path)
-        self._captures = JsonlCaptures(self.path, files or OsFiles(), recent_bytes, clock)
+        self._epochs = WriterEpochs(self.path / ".writers")
+        self._changes = Changes()
+        self._captures = JsonlCaptures(self.path, files or OsFiles(), recent_bytes, clock, self._epochs)
         self._threads = KeyedThreads("capture-jsonl", threads)
         self._clock = clock
         self.freeze_listeners: list[Callable[[str], None]] = []
@@ -62,15 +68,38 @@ class JsonlStore:
 
         Other bytes under the same id raise `EntryConflict`, after the rollout was marked incomplete.
         """
-        return await self._run(entry.rollout_id, lambda: self._captures.put(entry))
+        ack = await self._run(entry.rollout_id, lambda: self._captures.put(entry))
+        self._changes.tell(entry.rollout_id)
+        return ack
 
     async def abort_call(self, rollout_id: str, model_call_id: str, *, reason: str) -> None:
         """Once it returns the intent is closed, durably, and does not count as lost. After its put: no-op."""
         await self._run(rollout_id, lambda: self._captures.abort(rollout_id, model_call_id, reason))
+        self._changes.tell(rollout_id)
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "", *, reason: str | None = None) -> None:
         """Once it returns the loss is durable; `reason` is one of the typed reasons, a detail after a colon."""
         await self._run(rollout_id, lambda: self._captures.mark(rollout_id, typed_reason(reason, model_call_id)))
+
+    async def settle(self, rollout_id: str, timeout_s: float) -> bool:
+        """Once it returns no intent of a live writer is open (True), or `timeout_s` seconds are over (False).
+
+        An intent without a writer epoch may be a live writer's. Those of dead writers are settled by `freeze`.
+        """
+
+        async def ask() -> InFlight:
+            return await self._run(rollout_id, lambda: self._captures.in_flight(rollout_id))
+
+        return await wait_settled(self._changes, rollout_id, ask, timeout_s)
+
+    async def settle_dead_writers(self) -> int:
+        """Once it returns the intents that dead writers left are aborted, durably, where that can be told already.
+
+        To be called by a writer that starts. What was streamed waits for a retry: `freeze` settles it. The number of
+        intents closed now is returned.
+        """
+        keys = await self._run(_WHOLE_DIRECTORY, self._captures.keys)
+        return sum([await self._run(key, partial(self._captures.settle, key)) for key in keys])
 
     async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
         """Once it returns the set of entries is final, durably. Again: the same id and entries, the rest as of now."""
@@ -99,7 +128,7 @@ class JsonlStore:
         """Every capture that is not retired, oldest first; with `retired` tombstones too. Leaves no trace."""
         found = []
         for key in await self._run(_WHOLE_DIRECTORY, self._captures.keys):
-            info = await self._run(key, lambda key=key: self._captures.info(key))  # type: ignore[misc]
+            info = await self._run(key, partial(self._captures.info, key))
             if info is not None and (retired or info[1].state != "retired"):
                 found.append(info)
         return tuple(info for _, info in sorted(found, key=lambda each: each[0]))
@@ -108,13 +137,14 @@ class JsonlStore:
         """Once it returns the tombstones older than `older_than` seconds are gone (their number); the fence stays."""
         limit = self._clock() - older_than
         old = await self._run(_WHOLE_DIRECTORY, lambda: self._captures.retired_before(limit))
-        swept = [await self._run(key, lambda key=key: self._captures.sweep(key, limit)) for key in old]  # type: ignore[misc]
+        swept = [await self._run(key, partial(self._captures.sweep, key, limit)) for key in old]
         await self._run(_WHOLE_DIRECTORY, lambda: self._captures.remove_scraps(older_than))
         return sum(swept)
 
     async def close(self) -> None:
         """Once it returns everything submitted before is durable and no handle is open. Twice: no-op."""
         await self._threads.close()
+        await asyncio.to_thread(self._epochs.close)
 
     async def _run(self, key: str, work: Callable[[], T]) -> T:
         return await self._threads.run(key, work)
