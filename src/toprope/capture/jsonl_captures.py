@@ -243,9 +243,7 @@ class JsonlCaptures:
                 aborts=tuple(sorted(Counter(shelf.standing_aborts()).items())),
                 writer_epochs=tuple(sorted(epochs)),
                 abandoned=abandoned,
-                writer=writer_state(began, {epoch: self._epochs.is_live(epoch) for epoch in began})
-                if running
-                else None,
+                writer=writer,
             )
 
     def in_flight(self, key: str) -> InFlight:
