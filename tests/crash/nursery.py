@@ -14,6 +14,7 @@ import asyncio
 import importlib
 import json
 import os
+import re
 import signal
 import sqlite3
 import subprocess
@@ -27,6 +28,7 @@ from typing import Any
 
 _WRITING = ("BEGIN", "SAVEPOINT", "INSERT", "UPDATE", "DELETE", "RELEASE", "COMMIT", "ROLLBACK", "PRAGMA JOURNAL_MODE")
 _CALLS = ("write", "pwrite", "fsync", "fdatasync", "truncate", "ftruncate", "replace", "rename", "unlink", "mkdir")
+_SCRAP = re.compile(r"^\..*[.-][0-9a-f]{12,16}(\.tmp)?$")  # random names of files that are about to replace another
 _write, _readlink = os.write, os.readlink
 
 
@@ -103,11 +105,9 @@ def _pointed(call: Callable[..., Any], name: str, reached: Callable[[str], None]
         where = _readlink(f"/proc/self/fd/{first}") if isinstance(first, int) else os.fspath(first)
         if not where.startswith("/"):
             return call(first, *args, **more)  # a pipe or a socket
-        label = f"{name} {os.path.basename(where).lstrip('.').partition('.tokens-')[0] or 'scrap'}"
-        reached(label)
-        answer = call(first, *args, **more)
-        reached(f"after {label}")
-        return answer
+        if not (name == "mkdir" and os.path.isdir(where)):
+            reached(f"{name} {_SCRAP.sub('scrap', os.path.basename(where))}")
+        return call(first, *args, **more)  # a kill after it is a kill before the next
 
     return told
 

@@ -10,13 +10,17 @@ from typing import Any
 
 from tests.crash.nursery import Points
 
+from toprope.capture.jsonl_store import JsonlStore
 from toprope.capture.protocols import Intent
 from toprope.capture.sqlite_store import SqliteStore
 from toprope.collector.settings import CaptureSettings, RunSettings
 from toprope.testing.capture_suite import sample_entry
 from toprope.testing.episodes import Run, collect_scripted, sample_calls
 
-STORES: dict[str, Callable[[Path], Any]] = {"sqlite": lambda directory: SqliteStore(directory / "c.sqlite")}
+STORES: dict[str, Callable[[Path], Any]] = {
+    "sqlite": lambda directory: SqliteStore(directory / "c.sqlite"),
+    "jsonl": lambda directory: JsonlStore(directory / "c"),
+}
 
 
 def child(key: str, call_id: str = "c3", **fields: Any) -> Any:

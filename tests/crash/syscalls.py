@@ -109,8 +109,9 @@ def unsynced(calls: Sequence[Call], directory: Path, marker: str = '"ack') -> tu
 
 
 def _holds(directory: Path, path: str) -> bool:
-    """Whether `path` is a file of the directory whose bytes must survive."""
-    return path.startswith(f"{directory}/") and not path.endswith(("-shm", ".lock", ".turn"))
+    """Whether `path` is a file of the directory whose bytes must survive: no lock, no shared memory."""
+    scaffold = path.endswith(("-shm", ".lock", ".turn")) or os.path.dirname(path).endswith(".writers")
+    return path.startswith(f"{directory}/") and not scaffold
 
 
 def traced(trace: Path, program: Sequence[str], *options: str) -> subprocess.CompletedProcess[str]:
