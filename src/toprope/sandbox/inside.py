@@ -1,0 +1,166 @@
+"""What runs first inside a sandbox: sets limits, opens the way to the one model URL, starts the program.
+
+Runs as a script, by the interpreter of the sandbox, with nothing but the standard library:
+
+    python3 -I -S inside.py HANDLE STATUS    the orders are JSON in the file of handle HANDLE
+    python3 -I -S inside.py VARIABLE         the orders are JSON in this environment variable
+
+Orders: `argv`, `env`, `cwd`, `limits` (resource name -> value), `forward` (`port` to listen on, `socket` to pass on
+to) or null. STATUS is a socket whose other end the starter holds: closed means that it died before we came to life,
+one byte from us that the sandbox stands and the rest is the program's doing.
+
+In the first form this stays as the first process of the pid namespace: it waits for orphans, and when the program
+ends it ends, and the kernel kills what is left. In the second a child stays behind, and this becomes the program.
+The forwarder carries bytes and decides nothing: what may pass is decided outside, at the other end of the socket.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import select
+import signal
+import sys
+
+TYPE_CHECKING = False  # as in `typing`, which takes longer to import than everything here
+if TYPE_CHECKING:
+    import socket
+    from typing import Any, NoReturn
+
+
+def main(arguments: list[str]) -> None:
+    if len(arguments) == 2:
+        orders, status = _read_orders(int(arguments[0])), int(arguments[1])
+        _owner_lives(status)
+        _first_process(orders, status)
+    orders = json.loads(os.environ.pop(arguments[0]))
+    orders["env"] = dict(os.environ, **orders["env"])
+    listener = _listen(orders["forward"])
+    if listener is not None:
+        if os.fork() == 0:
+            os.setsid()
+            _let_go_of_output()
+            _serve(listener, orders["forward"]["socket"])
+        listener.close()
+    _become(orders)
+
+
+def _first_process(orders: dict[str, Any], status: int) -> NoReturn:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    listener = _listen(orders["forward"])
+    program = os.fork()
+    if program == 0:
+        if listener is not None:
+            listener.close()
+        os.set_inheritable(status, False)
+        os.write(status, b"1")
+        _become(orders)
+    os.close(status)
+    _let_go_of_output()
+    if listener is not None:
+        import threading
+
+        threading.Thread(target=_serve, args=(listener, orders["forward"]["socket"]), daemon=True).start()
+    while True:
+        pid, how = os.wait()
+        if pid == program:
+            os._exit(128 + os.WTERMSIG(how) if os.WIFSIGNALED(how) else os.WEXITSTATUS(how))
+
+
+def _become(orders: dict[str, Any]) -> NoReturn:
+    for name, value in orders["limits"].items():
+        hard = resource.getrlimit(getattr(resource, name))[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        resource.setrlimit(getattr(resource, name), (value, value))
+    # Python ignores these; a program expects them as a shell leaves them.
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    argv = orders["argv"]
+    try:
+        os.chdir(orders["cwd"])
+        os.execvpe(argv[0], argv, orders["env"])
+    except OSError as error:
+        sys.stderr.write(f"{argv[0]}: {error.strerror}\n")
+        sys.stderr.flush()
+        os._exit(126 if isinstance(error, PermissionError) else 127)
+
+
+def _let_go_of_output() -> None:
+    nowhere = os.open("/dev/null", os.O_RDWR)
+    for handle in (0, 1, 2):
+        os.dup2(nowhere, handle)
+
+
+def _listen(forward: dict[str, Any] | None) -> socket.socket | None:
+    if forward is None:
+        return None
+    import socket
+
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(("127.0.0.1", forward["port"]))
+    listener.listen(64)
+    return listener
+
+
+def _serve(listener: socket.socket, path: str) -> NoReturn:
+    import threading
+
+    while True:
+        client, _ = listener.accept()
+        threading.Thread(target=_carry, args=(client, path), daemon=True).start()
+
+
+def _read_orders(handle: int) -> dict[str, Any]:
+    os.lseek(handle, 0, os.SEEK_SET)
+    with os.fdopen(handle, "rb") as file:
+        orders: dict[str, Any] = json.load(file)
+    return orders
+
+
+def _owner_lives(status: int) -> None:
+    poll = select.poll()
+    poll.register(status, select.POLLIN | select.POLLHUP)
+    if poll.poll(0):  # nothing is ever sent to us here: it was closed
+        os._exit(1)
+
+
+def _carry(client: socket.socket, path: str) -> None:
+    import socket
+    import threading
+
+    model = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        model.connect(path)
+    except OSError:
+        client.close()
+        return
+    back = threading.Thread(target=_pump, args=(model, client), daemon=True)
+    back.start()
+    _pump(client, model)
+    back.join()
+    client.close()
+    model.close()
+
+
+def _pump(source: socket.socket, sink: socket.socket) -> None:
+    import socket
+
+    try:
+        while True:
+            data = source.recv(65536)
+            if not data:
+                break
+            sink.sendall(data)
+    except OSError:
+        pass
+    for end, how in ((sink, socket.SHUT_WR), (source, socket.SHUT_RD)):
+        try:
+            end.shutdown(how)
+        except OSError:
+            pass
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

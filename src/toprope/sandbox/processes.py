@@ -1,0 +1,86 @@
+"""What the processes of a sandbox use, seen from outside, where no control group counts it.
+
+Whatever runs in a pid namespace descends from the process that made the namespace: orphans inside are adopted by its
+first process. So a walk over parents in /proc finds all of it, and nothing inside can hide from it.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+_TICK = os.sysconf("SC_CLK_TCK")
+_PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """`processes`: threads. `memory_bytes`: resident. `cpu_s`: of the living, and of the dead that were waited for."""
+
+    processes: int
+    memory_bytes: int
+    cpu_s: float
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that `pid` started, or adopted, and that still live."""
+    found = []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and (fields := _stat(name)) is not None and int(fields[1]) == pid and fields[0] not in "ZX":
+            found.append(int(name))
+    return found
+
+
+def kill_sandbox(pid: int, *, hard: bool) -> None:
+    """Kill the sandbox whose outermost process is `pid`, a leader of its process group.
+
+    Its child, the first process of the pid namespace, goes first: with it the kernel kills everything inside, and `pid`
+    still waits for it, so that no zombie is left to whoever is process 1 of this host. `hard`, or a sandbox that has no
+    child yet: `pid` and its group.
+    """
+    below = [] if hard else children_of(pid)
+    for child in below:
+        _signal(os.kill, child)
+    if not below:
+        _signal(os.killpg, pid)
+
+
+def _signal(send: Callable[[int, int], None], pid: int) -> None:
+    try:
+        send(pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        pass  # it ended meanwhile
+
+
+def _stat(name: str) -> list[str] | None:
+    """The fields after the name in `/proc/<pid>/stat`: state, parent, ..."""
+    try:
+        with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return None  # it ended meanwhile
+
+
+def usage_below(pid: int) -> Usage:
+    """What `pid` and all its descendants use."""
+    rows: dict[int, tuple[int, int, int, int]] = {}
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit() or (fields := _stat(name)) is None:
+            continue
+        ticks = sum(map(int, fields[11:15]))
+        rows[int(name)] = (int(fields[1]), ticks, int(fields[17]), int(fields[21]))
+        children.setdefault(int(fields[1]), []).append(int(name))
+    processes = pages = ticks = 0
+    waiting = [pid]
+    while waiting:
+        each = waiting.pop()
+        if (row := rows.get(each)) is None:
+            continue
+        ticks += row[1]
+        processes += row[2]
+        pages += row[3]
+        waiting += children.get(each, ())
+    return Usage(processes, pages * _PAGE, ticks / _TICK)
