@@ -178,11 +178,7 @@ class JsonlCaptures:
                 return False
             if self._decide(shelf, Call(), Sweep()).verdict is not Verdict.DONE:
                 return False
-            if not state.abandoned:
-                self._desk.keep_out(key)
-            self._desk.remove(shelf, names.PAYLOAD)
-            self._desk.remove(shelf, (names.RECEIPTS,))
-            self._desk.remove(shelf, (names.STATE,))
+            self._desk.sweep(shelf)
             return True
 
     def remove_scraps(self, older_than: float) -> None:

@@ -69,8 +69,8 @@ class Desk:
             shelf = self._shelf(key, path)
             try:
                 shelf.refresh()
-                if shelf.state is not None and shelf.state.superseding is not None and not archive:
-                    shelf = self._finish_move(shelf)
+                if not archive:
+                    shelf = self._finish(shelf)
                 if write:
                     self._make_sure(shelf)
                 yield shelf
@@ -104,10 +104,12 @@ class Desk:
                 self._shelves.popitem(last=False)
             return shelf
 
-    def _forget(self, key: str) -> Shelf:
+    def _anew(self, key: str) -> Shelf:
         with self._guard:
             self._shelves.pop(key, None)
-        return self._shelf(key, self._base(key))
+        shelf = self._shelf(key, self._base(key))
+        shelf.refresh()
+        return shelf
 
     def _make_sure(self, shelf: Shelf) -> None:
         """What another writer left, who may have died between a write and its sync, is durable on return."""
@@ -218,7 +220,7 @@ class Desk:
             self.files.sync_directory(self.directory)
             shelf.named.add(ending)
 
-    # -- setting aside ------------------------------------------------------------------------------------------------
+    # -- setting aside and sweeping ----------------------------------------------------------------------------------
 
     def move(self, shelf: Shelf) -> str:
         """On return what stood under the key is `<key>~<n>`, whose name is returned, and the key is new, durably."""
@@ -236,6 +238,27 @@ class Desk:
         self._finish_move(shelf)
         return target
 
+    def sweep(self, shelf: Shelf) -> None:
+        """On return the tombstone is gone and its attempt fenced, durably."""
+        self.commit(shelf, shelf.head(Phase.RETIRED), sweeping=True)  # from here on it happens, whoever finishes it
+        self._finish_sweep(shelf)
+
+    def _finish(self, shelf: Shelf) -> Shelf:
+        """The key's files after what a dead writer began with them is done."""
+        if shelf.state is not None and shelf.state.superseding is not None:
+            return self._finish_move(shelf)
+        if shelf.state is not None and shelf.state.sweeping:
+            return self._finish_sweep(shelf)
+        return shelf
+
+    def _finish_sweep(self, shelf: Shelf) -> Shelf:
+        assert shelf.state is not None
+        if not shelf.state.abandoned:
+            self.keep_out(shelf.key)
+        self.remove(shelf, _MOVED)
+        self.remove(shelf, (names.STATE,))
+        return self._anew(shelf.key)
+
     def _finish_move(self, shelf: Shelf) -> Shelf:
         state = shelf.state
         assert state is not None
@@ -249,9 +272,7 @@ class Desk:
         moved = replace(state, key=state.superseding, superseding=None, abandoned=True)
         self.rewrite(target, names.STATE, moved.encode())
         self.remove(shelf, (names.STATE,))
-        fresh = self._forget(shelf.key)
-        fresh.refresh()
-        return fresh
+        return self._anew(shelf.key)
 
     # -- fences -------------------------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ _THEIRS = ("frozen", "retired", "incomplete", "snapshot_id", "version")
 class State:
     """What the file says.
 
-    `aborts` are those that came after freeze; `superseding` names the key to which everything here is moving;
+    `aborts` are those that came after freeze; `superseding` names the key to which everything here is moving,
+    `sweeping` says that everything here is going: whoever opens the key next finishes either;
     `capture_id` tells this capture from a later one under the same key; `calls`, `entries` and `open_intents` are what
     a tombstone remembers of what is gone.
     """
@@ -41,6 +42,7 @@ class State:
     retired_at: float | None = None
     abandoned: bool = False
     superseding: str | None = None
+    sweeping: bool = False
     reasons: tuple[str, ...] = ()
     aborts: Mapping[str, str] = field(default_factory=dict)
     calls: int = 0
@@ -58,6 +60,7 @@ class State:
             "retired_at": self.retired_at,
             "abandoned": self.abandoned,
             "superseding": self.superseding,
+            "sweeping": self.sweeping,
             "reasons": list(self.reasons),
             "aborts": dict(self.aborts),
             "calls": self.calls,
@@ -113,6 +116,7 @@ def _decode(values: dict[str, Any], ours: dict[str, Any]) -> State:
         retired_at=_moment(ours.get("retired_at")),
         abandoned=_flag(ours.get("abandoned", False)),
         superseding=ours.get("superseding"),
+        sweeping=_flag(ours.get("sweeping", False)),
         reasons=tuple(str(reason) for reason in ours.get("reasons", ())),
         aborts={str(call): str(reason) for call, reason in ours.get("aborts", {}).items()},
         calls=_count(ours.get("calls", 0)),
