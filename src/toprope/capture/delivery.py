@@ -16,9 +16,11 @@ import time
 from collections.abc import Mapping
 from typing import Any, Literal, NotRequired, Protocol, TypeAlias, TypedDict, runtime_checkable
 
+from toprope.capture.bounds import within
 from toprope.capture.protocols import TokenSource
 from toprope.correlation.ids import capture_key
 from toprope.errors.tree import CaptureClosed
+from toprope.tokens.behaviour import differing
 from toprope.tokens.entry import BadRecord, TokenEntry
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 from toprope.trajectory import reasons
@@ -32,6 +34,8 @@ Format: TypeAlias = Literal["items", "trace"]
 
 SIZE_LIMIT = 32 * 2**20
 """Bytes of projected items beyond which a row carries the native trace instead (the projection is quadratic)."""
+SOURCE_TIMEOUT_S = 120.0
+"""Seconds that a source may take for one freeze or drop: far above a slow disk, far below a lost night."""
 _INLINE_IDS = 20_000  # beyond it a build takes milliseconds, which the event loop should not wait for
 
 
@@ -63,12 +67,14 @@ async def finalize_rollout_token_capture(
     format: Format = "items",
     deliver: Deliver = "single",
     size_limit: int = SIZE_LIMIT,
+    timeout_s: float | None = SOURCE_TIMEOUT_S,
 ) -> Delivered | None:
     """Freeze the capture of a flat result row and rebuild its response from what was sampled.
 
     None: the row is left alone (it carries token ids of its own, was rebuilt before, or is a failure row). Otherwise
     `mask_sample` says whether the row may be trained on; when it may, `rebuilt_response` is the row's response with
-    its output and usage replaced, everything else kept. Before freezing it waits up to `settle_s` for open calls.
+    its output and usage replaced, everything else kept. Before freezing it waits up to `settle_s` for open calls; a
+    source that does not answer within `timeout_s` seconds masks the row (`source_failed`) and its evidence stays.
     Repeated before retirement it gives the same answer; after it, `already_delivered`. The row is not changed; never
     raises, but for the cancellation of the caller.
     """
@@ -84,8 +90,8 @@ async def finalize_rollout_token_capture(
         return _without_capture(row, reasons.NO_RESPONSE, f"{key}: the row's response is no object")
     try:
         if settle_s > 0 and isinstance(source, SettlingSource):
-            await source.settle(key, settle_s)
-        snapshot = _understood(await source.freeze(key), key)
+            await within(timeout_s and settle_s + timeout_s, source.settle(key, settle_s), "settle")
+        snapshot = _understood(await within(timeout_s, source.freeze(key), "freeze"), key)
         work = _Work(row, response, snapshot, format, deliver, size_limit)
         heavy = sum(len(e.prompt_token_ids) + len(e.generation_token_ids) for e in snapshot.entries) > _INLINE_IDS
         delivered = await asyncio.to_thread(work.deliver_row) if heavy else work.deliver_row()
@@ -98,12 +104,18 @@ async def finalize_rollout_token_capture(
     return delivered
 
 
-async def retire_rollout_token_capture(rollout_id: str, source: TokenSource, built: Mapping[str, Any] | None) -> bool:
+async def retire_rollout_token_capture(
+    rollout_id: str,
+    source: TokenSource,
+    built: Mapping[str, Any] | None,
+    *,
+    timeout_s: float | None = SOURCE_TIMEOUT_S,
+) -> bool:
     """Drop the payload of a delivered capture; call it only once the rebuilt row is durable with its new owner.
 
     `rollout_id` is the capture key, `built` what finalize returned (or `delivered_of(row)` after a restart). True: the
     payload is gone and receipts stay. False, and the evidence is kept: the build was masked or is None, something was
-    written since, or the source failed. Never raises.
+    written since, or the source failed or did not answer within `timeout_s` seconds. Never raises.
     """
     if built is None or built.get("mask_sample", True):
         return False
@@ -111,22 +123,29 @@ async def retire_rollout_token_capture(rollout_id: str, source: TokenSource, bui
     snapshot_id, version = metrics.get("snapshot_id"), metrics.get("version")
     if not isinstance(snapshot_id, str) or not isinstance(version, int):
         return False
-    return await _drop(rollout_id, source, snapshot_id, version)
+    return await _drop(rollout_id, source, snapshot_id, version, timeout_s)
 
 
-async def retire_redundant_capture(rollout_id: str, source: TokenSource) -> bool:
+async def retire_redundant_capture(
+    rollout_id: str, source: TokenSource, *, timeout_s: float | None = SOURCE_TIMEOUT_S
+) -> bool:
     """Drop a capture that no row needs: its rollout was handed over with token ids of the agent's own.
 
     Call it after the hand-over is durable. True when the payload is gone; False keeps it. Never raises.
     """
     try:
-        snapshot = await source.freeze(rollout_id)
+        snapshot = await within(timeout_s, source.freeze(rollout_id), "freeze")
     except CaptureClosed:
         return True
     except Exception as error:  # evidence that cannot be reached is kept, and listed by `capture ls`
         log.warning("capture of %s: not retired: %s: %s", rollout_id, type(error).__name__, error)
         return False
-    return await _drop(rollout_id, source, snapshot.snapshot_id, snapshot.version)
+    return await _drop(rollout_id, source, snapshot.snapshot_id, snapshot.version, timeout_s)
+
+
+def masked_for_its_source(row: Mapping[str, Any], error: str) -> Delivered:
+    """What becomes of a row whose source failed before anything could be read: masked, `source_failed`."""
+    return _without_capture(row, reasons.SOURCE_FAILED, error)
 
 
 def swap_into(row: Mapping[str, Any], delivered: Delivered | None) -> dict[str, Any]:
@@ -185,6 +204,9 @@ class _Work:
         found = built.reasons if isinstance(built, Masked) else ()
         metrics = metrics_json(built.metrics, found)
         metrics["snapshot_id"], metrics["version"] = self.snapshot.snapshot_id, self.snapshot.version
+        differ = {each for e in self.snapshot.entries for each in differing(e.sampling, e.logprobs_mode)}
+        if differ:
+            metrics["raw_logprobs_differ"] = sorted(differ)
         if isinstance(built, Masked):
             metrics["format"] = None
             return {
@@ -273,9 +295,10 @@ def _stripped(response: Mapping[str, Any]) -> dict[str, Any] | None:
     return None if clean is output else {**response, "output": clean}
 
 
-async def _drop(rollout_id: str, source: TokenSource, snapshot_id: str, version: int) -> bool:
+async def _drop(rollout_id: str, source: TokenSource, snapshot_id: str, version: int, timeout_s: float | None) -> bool:
     try:
-        return bool(await source.drop(rollout_id, snapshot_id=snapshot_id, version=version))
+        dropped = source.drop(rollout_id, snapshot_id=snapshot_id, version=version)
+        return bool(await within(timeout_s, dropped, "drop"))
     except Exception as error:  # the row is safe and the evidence is kept: nothing that may fail a rollout
         log.warning("capture of %s: not retired: %s: %s", rollout_id, type(error).__name__, error)
         return False

@@ -258,5 +258,5 @@ def _info(key: str, capture: _Capture, now: float) -> CaptureInfo:
         aborts=tuple(sorted(aborts.items())),
         writer_epochs=tuple(sorted({capture.intents[call_id].writer_epoch for call_id in open_calls})),
         abandoned=capture.abandoned,
-        writer="live" if head.phase is Phase.OPEN and not capture.abandoned else None,
+        writer="live" if head.phase is not Phase.RETIRED else None,
     )

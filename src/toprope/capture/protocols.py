@@ -6,7 +6,7 @@ sink and a source with exactly NeMo Gym's signatures serve a run.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -112,7 +112,8 @@ class CaptureInfo:
     `state` is open, frozen or retired; `abandoned` marks evidence that `supersede` set aside. `age_s` counts from the
     first write, `calls` everything that was begun, put or aborted, `open_intents` the calls without an end so far;
     `reasons` as in a snapshot, `aborts` the reasons of aborted calls by count, `writer_epochs` the writers whose
-    intents are open; `writer`, of an open capture, whether one that began a call of it is alive (`writer_state`).
+    intents are open; `writer`, whether one that began a call of it is alive
+    (`writer_state`; None once it is retired).
     """
 
     rollout_id: str
@@ -148,6 +149,20 @@ class CaptureLister(Protocol):
 
     async def sweep_retired(self, older_than: float) -> int:
         """Once it returns the tombstones older than `older_than` seconds are gone (their number); the fence stays."""
+
+
+@runtime_checkable
+class DiscardingStore(Protocol):
+    """Optional: explicit garbage collection of kept evidence."""
+
+    async def discard(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """Once it returns the captures under `keys` are gone for good, but for those of live writers; which went.
+
+        Nothing of them stays but the fence, so that no old worker brings one back.
+        """
+
+    async def was_swept(self, rollout_id: str) -> bool:
+        """Whether this key, or that of a later attempt, was swept or discarded."""
 
 
 class EntryConflict(CaptureError):

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
+from toprope.capture.fence import fence_key
 from toprope.capture.prompts import RecentCalls
 from toprope.capture.protocols import CaptureInfo, writer_state
 from toprope.capture.sqlite_file import SqliteFile
@@ -100,6 +101,12 @@ class SqliteReader:
         snapshot = self.snapshot(key)
         return pack_receipts(receipts_of(snapshot.entries)) if snapshot is not None else None
 
+    def was_swept(self, key: str) -> bool:
+        rollout, attempt = fence_key(key)
+        question = "SELECT swept FROM fence WHERE rollout = ?"
+        swept = self.ask(lambda connection: connection.execute(question, (rollout,)).fetchone(), None)
+        return swept is not None and attempt <= swept[0]
+
     def captures(self, *, retired: bool) -> tuple[CaptureInfo, ...]:
         return self.ask(lambda connection: self._captures(connection, retired), ())
 
@@ -155,8 +162,8 @@ class SqliteReader:
             epochs[capture].add(epoch or "")
         began: defaultdict[int, set[str]] = defaultdict(set)
         for capture, epoch in connection.execute(
-            "SELECT DISTINCT c.capture, c.epoch FROM call c JOIN capture k ON k.id = c.capture WHERE k.phase = ?",
-            (Phase.OPEN,),
+            "SELECT DISTINCT c.capture, c.epoch FROM call c JOIN capture k ON k.id = c.capture WHERE k.phase != ?",
+            (Phase.RETIRED,),
         ):
             began[capture].add(epoch or "")
         alive = {epoch: self._is_live(epoch) for epoch in set[str]().union(*began.values())}
@@ -180,7 +187,7 @@ class SqliteReader:
                 aborts=tuple(sorted(aborts[row_id].items())),
                 writer_epochs=tuple(sorted(epochs[row_id])),
                 abandoned=bool(abandoned),
-                writer=writer_state(began[row_id], alive) if phase == Phase.OPEN and not abandoned else None,
+                writer=writer_state(began[row_id], alive) if phase != Phase.RETIRED else None,
             )
             for (
                 row_id,

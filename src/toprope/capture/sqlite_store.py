@@ -10,7 +10,7 @@ import asyncio
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -145,6 +145,16 @@ class SqliteStore:
         if not self._file.exists():
             return 0
         return cast(int, await self._write(lambda writer: writer.sweep(older_than)))
+
+    async def discard(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """Once it returns the captures under `keys` are gone, durably, but for those of live writers; which went."""
+        if not keys or not self._file.exists():
+            return ()
+        return cast("tuple[str, ...]", await self._write(lambda writer: writer.discard(keys)))
+
+    async def was_swept(self, rollout_id: str) -> bool:
+        """Whether this key, or that of a later attempt, was swept or discarded."""
+        return await self._read(lambda: self._reader.was_swept(rollout_id))
 
     async def close(self) -> None:
         """Once it returns everything submitted before is durable and no handle is open. Twice: no-op."""

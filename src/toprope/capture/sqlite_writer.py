@@ -20,6 +20,7 @@ from toprope.capture.sqlite_file import SqliteFile
 from toprope.capture.sqlite_records import DamagedRecord, line_entries, load_ids, read_record, record_hash
 from toprope.capture.sqlite_rows import CallRow, KeyRow, SqliteRows
 from toprope.capture.sqlite_settle import keys_with_open_intents, settle_dead
+from toprope.capture.sqlite_sweep import discard
 from toprope.errors.tree import CaptureClosed, CaptureError
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.lifecycle import (
@@ -235,6 +236,9 @@ class SqliteWriter:
                 rollout, attempt = fence_key(key)
                 self._rows.write_fence(rollout, self._rows.fence(rollout).swept_to(attempt))
         return len(old)
+
+    def discard(self, keys: Sequence[str]) -> tuple[str, ...]:
+        return discard(self._rows, keys, self._is_live)
 
     # -- entries --------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,7 @@
-"""`toprope capture ls | show`: the evidence kept in a capture store. Both work while writers run."""
+"""`toprope capture ls | show | sweep | conformance`: the evidence kept in a capture store, and tests for transports.
+
+All work while writers run.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,11 @@ if TYPE_CHECKING:
     from toprope.tokens.entry import TokenEntry
     from toprope.tokens.snapshot import Receipt
 
-app = typer.Typer(help="Look at the evidence kept in a capture store.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    help="Look at the evidence kept in a capture store, sweep it, test a transport.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
 @app.command("ls")
@@ -23,41 +30,54 @@ def ls(
     """List the captures that are kept: key, state, age, calls, and why.
 
     \b
+    open         its writer is alive, or of unknown origin
+    dead writer  nobody will write to it any more, and nobody froze it
+    undelivered  frozen, and no row of it is on disk
+    masked       its row is masked; the evidence stays
+    failed       its attempt ended without a verdict
+    abandoned    set aside for a later run under the same key
+    write only   its row was not to be rebuilt (rebuild_response: false)
+    half-dropped its row is delivered; a start or a sweep retires it
+
+    \b
     toprope capture ls runs/20260101-120000-demo-1a2b
     """
     from toprope.cli.interrupts import Interrupts, run_async
     from toprope.cli.tables import age, columns
+    from toprope.collector.kept import Kept, kept_evidence
     from toprope.launch.evidence import capture_store, existing_directory
 
     run_dir = existing_directory(directory)
 
-    async def command(_: Interrupts) -> Any:
+    async def command(_: Interrupts) -> tuple[Kept, ...]:
         async with capture_store(run_dir) as store:
-            return () if store is None else await store.list_captures(retired=retired)
+            return () if store is None else await kept_evidence(run_dir, store, retired=retired)
 
     found = run_async(command)
     if json:
         import msgspec
 
-        for info in found:
-            typer.echo(msgspec.json.encode(msgspec.to_builtins(info)).decode())
+        for each in found:
+            value = {**msgspec.to_builtins(each.info), "why": each.why, "reasons": each.reasons}
+            typer.echo(msgspec.json.encode(value).decode())
         return
     if not found:
         typer.echo("nothing is kept" + ("" if retired else " (delivered captures are retired: --retired lists them)"))
         return
     rows = [
         [
-            info.rollout_id,
-            info.state + (" abandoned" if info.abandoned else ""),
-            age(info.age_s),
-            info.calls,
-            info.entries,
-            info.open_intents,
-            "; ".join([*info.reasons, *(f"{reason} x{count}" for reason, count in info.aborts)]) or None,
+            each.info.rollout_id,
+            each.info.state,
+            each.why,
+            age(each.info.age_s),
+            each.info.calls,
+            each.info.entries,
+            each.info.open_intents,
+            "; ".join(each.reasons) or None,
         ]
-        for info in found
+        for each in found
     ]
-    typer.echo(columns(["key", "state", "age", "calls", "entries", "open", "reasons"], rows), nl=False)
+    typer.echo(columns(["key", "state", "kept as", "age", "calls", "entries", "open", "reasons"], rows), nl=False)
 
 
 @app.command("show")
@@ -100,6 +120,55 @@ def show(
             typer.echo(msgspec.json.encode(value).decode())
         return
     typer.echo(_receipts_table(receipts) if receipts is not None else _entries_table(entries), nl=False)
+
+
+@app.command("sweep")
+def sweep(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="The directory of a run or of `toprope serve`.")],
+    older_than: Annotated[
+        str, typer.Option("--older-than", metavar="T", help="An age: seconds, or a number with s, m, h or d.")
+    ],
+    evidence: Annotated[
+        bool, typer.Option("--evidence", help="Discard kept evidence of that age too: masked, failed, abandoned.")
+    ] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a line.")] = False,
+) -> None:
+    """Remove tombstones (receipts of delivered rollouts) that are older than T; with --evidence kept evidence too.
+
+    First retires what was delivered and not dropped. Never touched: captures of live writers, and the high-water mark
+    of each rollout, which keeps old workers out. Rows whose receipts or evidence went are `unverifiable` to the audit.
+
+    \b
+    toprope capture sweep runs/20260101-120000-demo-1a2b --older-than 30d
+    """
+    from toprope.cli.interrupts import Interrupts, run_async
+    from toprope.cli.tables import seconds_of
+    from toprope.collector.kept import kept_evidence, may_go
+    from toprope.collector.reconcile import reconcile
+    from toprope.launch.evidence import capture_store, existing_directory
+
+    run_dir = existing_directory(directory)
+    limit = seconds_of(older_than, "--older-than")
+
+    async def command(_: Interrupts) -> dict[str, int]:
+        async with capture_store(run_dir) as store:
+            if store is None:
+                return {"retired": 0, "tombstones": 0, "evidence": 0}
+            retired = await reconcile(run_dir, store)
+            gone = await store.discard(may_go(await kept_evidence(run_dir, store), limit)) if evidence else ()
+            swept = await store.sweep_retired(limit)
+            return {"retired": len(retired.retired), "tombstones": swept, "evidence": len(gone)}
+
+    done = run_async(command)
+    if json:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(done).decode())
+        return
+    typer.echo(
+        f"swept {done['tombstones']} tombstones and {done['evidence']} captures kept as evidence; "
+        f"{done['retired']} delivered captures were retired first"
+    )
 
 
 def _entries_table(entries: tuple[TokenEntry, ...]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 import msgspec
 
 from toprope.cli.tables import age, run_table, shortened
-from toprope.collector.events import Event, Finished, Progress, Retrying, RunStarted, Stopping
+from toprope.collector.events import Event, Finished, Progress, Retrying, RunStarted, Stopping, Warned
 from toprope.collector.summary import Summary
 
 PLAIN_EVERY_S = 5.0
@@ -83,7 +83,9 @@ class PlainLines(Display):
             )
         elif isinstance(event, Finished) and time.monotonic() - self._last >= PLAIN_EVERY_S:
             self._say(self.line())
-        elif isinstance(event, Retrying | Stopping) or (isinstance(event, Finished) and event.outcome == "failed"):
+        elif isinstance(event, Retrying | Stopping | Warned) or (
+            isinstance(event, Finished) and event.outcome == "failed"
+        ):
             self._say(news(event))
 
     def finished(self, summary: Summary, directory: Path | None) -> None:
@@ -118,7 +120,9 @@ class Bar(Display):
         super().__call__(event)
         if isinstance(event, RunStarted):
             self._bar.console.print(f"run {event.run_id} in {event.directory}", highlight=False, markup=False)
-        elif isinstance(event, Retrying | Stopping) or (isinstance(event, Finished) and event.outcome == "failed"):
+        elif isinstance(event, Retrying | Stopping | Warned) or (
+            isinstance(event, Finished) and event.outcome == "failed"
+        ):
             self._bar.console.print(news(event), highlight=False, markup=False)
         p = self.progress
         self._bar.update(self._task, total=p.expected or None, completed=p.done, description=self.line())
@@ -140,6 +144,8 @@ def news(event: Event) -> str:
         return f"retry of {event.rollout_id} in {event.delay_s:.1f} s ({event.kind}): {shortened(event.reason, 200)}"
     if isinstance(event, Finished):
         return f"failed {event.rollout_id} ({event.kind}): {shortened(event.reason or '', 200)}"
+    if isinstance(event, Warned):
+        return f"warning: {event.message}"
     if isinstance(event, Stopping):
         return f"stopping ({event.reason}): nothing more is started. {event.message}".rstrip()
     return type(event).__name__

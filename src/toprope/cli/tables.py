@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from toprope.collector.summary import Group, Summary
+from toprope.errors.tree import ConfigError
 
 
 def columns(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -65,6 +67,19 @@ def age(seconds: float) -> str:
     if whole < 86400:
         return f"{whole // 3600} h {whole % 3600 // 60} min"
     return f"{whole // 86400} d {whole % 86400 // 3600} h"
+
+
+def seconds_of(text: str, option: str) -> float:
+    """A span of time as people write it: `90`, `45s`, `30m`, `12h`, `7d`. Raises `ConfigError` naming `option`."""
+    units = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+    number = text[:-1] if text[-1:] in units else text
+    try:
+        seconds = float(number) * units.get(text[-1:], 1.0)
+    except ValueError:
+        seconds = -1.0
+    if not 0.0 <= seconds < math.inf:
+        raise ConfigError(f"{option}: {text!r} is no age; accepted: seconds, or a number with s, m, h or d, like 7d.")
+    return seconds
 
 
 def shortened(text: str, limit: int) -> str:

@@ -17,7 +17,7 @@ import msgspec
 
 from toprope.canonical.digest import digest_bytes
 from toprope.canonical.json import NotJson, loads
-from toprope.capture.protocols import CaptureInfo, CaptureLister, CaptureReader, ReceiptSource
+from toprope.capture.protocols import CaptureInfo, CaptureLister, CaptureReader, DiscardingStore, ReceiptSource
 from toprope.collector.summary import Summary, summarise
 from toprope.correlation.ids import capture_key
 from toprope.results.journal import (
@@ -222,7 +222,7 @@ class _Audit:
         receipts = await self._receipts(key)
         masked = bool(metrics.get("mask_reasons"))
         if masked:
-            self._evidence(key, where)
+            await self._evidence(key, where)
         if receipts is None:
             self.counts["unverifiable"] += 1
             self._structure(row, where)
@@ -274,10 +274,12 @@ class _Audit:
             return receipts_of(await self._store.open_entries(key))
         return None
 
-    def _evidence(self, key: str, where: str) -> None:
+    async def _evidence(self, key: str, where: str) -> None:
         if not isinstance(self._store, CaptureLister):
             return
         info = self._captures.get(key)
+        if info is None and isinstance(self._store, DiscardingStore) and await self._store.was_swept(key):
+            return  # an explicit sweep: the row counts as unverifiable
         if info is None or info.state == "retired":
             self.say("evidence_missing", where, f"the row is masked by capture, but the record of {key} is gone")
         else:
@@ -297,7 +299,7 @@ class _Audit:
 
     def _stray_captures(self) -> None:
         """Captures that no dispatch explains: calls that nobody accounts for."""
-        owed = {capture_key(*attempt) for attempt, line in self._journal.dispatches.items() if line.captured}
+        owed = {capture_key(*attempt) for attempt in self._journal.dispatches}
         for key, info in self._captures.items():
             if not info.abandoned and key not in owed and info.entries:
                 self.say("calls_unaccounted_for", key, f"{info.entries} recorded calls belong to no dispatched attempt")

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from importlib.metadata import version
 from random import Random
 
-from toprope.capture.protocols import CaptureReader, SupersedingSource, TokenSource
+from toprope.capture.protocols import TokenSource
 from toprope.collector.dispatch import Stopped, StopSignal, dispatch
 from toprope.collector.events import (
     Announcer,
@@ -29,15 +29,17 @@ from toprope.collector.events import (
     RunFinished,
     RunStarted,
     Stopping,
+    Warned,
 )
 from toprope.collector.finish import Finisher, Outcome
+from toprope.collector.keys import make_new, require_new_keys
 from toprope.collector.plan import Plan, Route, make_plan
+from toprope.collector.reconcile import reconcile
 from toprope.collector.request import send
 from toprope.collector.schedule import Attempt, RetryPolicy, Schedule
 from toprope.collector.settings import CaptureSettings, Destination, RunSettings
 from toprope.collector.summary import Summary, summarise, write_summary
 from toprope.collector.tasks import TaskLike, read_tasks
-from toprope.correlation.ids import capture_key
 from toprope.errors.tree import ConfigError, TopropeError
 from toprope.http.client import Peer
 from toprope.results.journal import SessionLine
@@ -87,6 +89,8 @@ class Collector:
         Raises `ConfigError`, with nothing written and nothing sent, for bad input; what is fatal to the run itself
         (a full disk) is raised once every attempt in flight has ended.
         """
+        if self._source is not None and self.run_dir.held():
+            await reconcile(self.run_dir, self._source, timeout_s=self.capture.source_timeout_s)
         plan = await asyncio.to_thread(self._plan, tasks, taskset)
         await self._require_source(plan)
         lines = b"".join(task.line() + b"\n" for task in plan.tasks)
@@ -149,7 +153,7 @@ class Collector:
         """Dispatch the plan to its end, or to a stop."""
         policy = RetryPolicy(self.settings.max_attempts, self.settings.backoff_s, self.settings.backoff_cap_s)
         schedule = Schedule(plan.rollouts(), policy, random=Random(self.run_id))
-        finisher = Finisher(ledger, self._source, self.capture)
+        finisher = Finisher(ledger, self._source, self.capture, warn=lambda text: self._announce(Warned(text)))
         budget = None
         if self.settings.budget_s is not None:
             message = f"The wall-clock budget of {self.settings.budget_s:g} s is used up."
@@ -172,8 +176,9 @@ class Collector:
         destination = self._destinations[task.route]
         captured = task.selected and self._rebuilds
         started = time.monotonic()
-        if captured and isinstance(self._source, SupersedingSource):
-            await self._source.supersede(attempt.key)
+        doubt = None
+        if captured and self._source is not None:
+            doubt = await make_new(attempt.key, self._source, self.capture.source_timeout_s)
         await ledger.dispatched(attempt.identity, environment=destination.name, captured=captured)
         self._announce(Dispatched(attempt.rollout.rollout_id, attempt.number))
         try:
@@ -189,7 +194,7 @@ class Collector:
             await ledger.interrupted(attempt.identity)
             self._announce(Interrupted(attempt.rollout.rollout_id, attempt.number))
             return
-        outcome = await finisher.finish(attempt, came, captured=captured)
+        outcome = await finisher.finish(attempt, came, captured=captured, doubt=doubt)
         self._report(attempt, outcome, schedule, time.monotonic() - started)
         too_many = finisher.masks.verdict()
         if too_many is not None and self._stop.reason is None:
@@ -244,15 +249,7 @@ class Collector:
                 "token_id_capture: rows of selected agents need their captured tokens, and this process has no source "
                 "of them. Give the collector a `source`, or set token_id_capture.rebuild_response to false."
             )
-        if isinstance(source, SupersedingSource) or not isinstance(source, CaptureReader):
-            return
-        for rollout in plan.rollouts():
-            key = capture_key(rollout.rollout_id, 0)
-            if rollout.task.selected and await source.open_entries(key):
-                raise ConfigError(
-                    f"the capture store already holds calls of the key {key!r}, and its source cannot set them aside. "
-                    "Choose another run id (or `_ng_rollout_id`), or a source with `supersede`."
-                )
+        await require_new_keys(plan, source)
 
     def _manifest(self, plan: Plan) -> Manifest:
         scoring = {
@@ -261,6 +258,7 @@ class Collector:
                 "enabled": self.capture.enabled,
                 "all_agents": self.capture.all_agents,
                 "rebuild_response": self.capture.rebuild_response,
+                "deliver": self.capture.deliver,
             },
             "environment": {
                 key: {"name": place.name, "selected": place.selected, "sampling": dict(place.sampling)}

@@ -80,13 +80,20 @@ class Stopping:
 
 
 @dataclass(frozen=True, slots=True)
+class Warned:
+    """Something that the user should know and that stops nothing."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunFinished:
     """Everything is on disk, summary.json too."""
 
     summary: Summary
 
 
-Event: TypeAlias = RunStarted | Dispatched | Finished | Retrying | Interrupted | Stopping | RunFinished
+Event: TypeAlias = RunStarted | Dispatched | Finished | Retrying | Interrupted | Stopping | Warned | RunFinished
 Observer: TypeAlias = Callable[[Event], None]
 
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from toprope.canonical.json import NotJson
+from toprope.capture.bounds import within
 from toprope.capture.delivery import (
     Delivered,
     finalize_rollout_token_capture,
+    masked_for_its_source,
     retire_redundant_capture,
     retire_rollout_token_capture,
     swap_into,
@@ -45,23 +47,36 @@ class Outcome:
 
 
 class Finisher:
-    """Writes the rows of a run. `source` None: no row is rebuilt."""
+    """Writes the rows of a run. `source` None: no row is rebuilt. `warn` is told what the user should know."""
 
-    def __init__(self, ledger: Ledger, source: TokenSource | None, capture: CaptureSettings) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        source: TokenSource | None,
+        capture: CaptureSettings,
+        warn: Callable[[str], None] = log.warning,
+    ) -> None:
         self._ledger = ledger
         self._source = source
         self._capture = capture
+        self._warn = warn
+        self._warned = False
         self.masks = MaskWatch(capture.max_mask_fraction, capture.mask_fraction_min_samples)
 
-    async def finish(self, attempt: Attempt, came: Verdict | FailureRecord, *, captured: bool) -> Outcome:
-        """On return the attempt's row and its outcome survive a power cut. Raises only if the ledger cannot write."""
+    async def finish(
+        self, attempt: Attempt, came: Verdict | FailureRecord, *, captured: bool, doubt: str | None = None
+    ) -> Outcome:
+        """On return the attempt's row and its outcome survive a power cut. Raises only if the ledger cannot write.
+
+        `doubt`: why the capture may hold what an earlier run left; then it is not read and the row is masked.
+        """
         if isinstance(came, FailureRecord):
             return await self._failed(attempt, came)
         verdict = came.fields
         try:
             check_verdict(verdict)
             row = result_row(attempt.identity, verdict)
-            delivered = await self._finalize(row) if captured else None
+            delivered = await self._finalize(row, doubt) if captured else None
             if delivered is not None:
                 row = _rebuilt(row, delivered)
             check_bundles(row.get("response"))
@@ -72,6 +87,7 @@ class Finisher:
             await self._retire(attempt.key, self._source, delivered)
         if delivered is not None:
             self.masks.add(delivered)
+            self._warn_of_raw_logprobs(delivered)
         masked = bool(row["mask_sample"])
         return Outcome("masked" if masked else "measured", None if masked else float(verdict["reward"]))
 
@@ -81,25 +97,44 @@ class Finisher:
         await self._ledger.failure(attempt.identity, failure, counts=uses_up_attempt(failure))
         return Outcome("failed", failure=failure)
 
-    async def _finalize(self, row: Mapping[str, Any]) -> Delivered | None:
+    async def _finalize(self, row: Mapping[str, Any], doubt: str | None) -> Delivered | None:
         """What delivery makes of the row's capture; None for a row with token ids of the agent's own."""
         if self._source is None:
             return None
+        if doubt is not None:
+            return masked_for_its_source(row, doubt)
         return await finalize_rollout_token_capture(
-            row, self._source, settle_s=self._capture.settle_s, format=self._capture.format
+            row,
+            self._source,
+            settle_s=self._capture.settle_s,
+            format=self._capture.format,
+            deliver=self._capture.deliver,
+            timeout_s=self._capture.source_timeout_s,
         )
+
+    def _warn_of_raw_logprobs(self, delivered: Delivered) -> None:
+        """Say once that the captured logprobs are not those of the policy that sampled."""
+        differ = delivered["metrics"].get("raw_logprobs_differ")
+        if differ and not self._warned:
+            self._warned = True
+            self._warn(
+                f"The captured logprobs are raw, and {', '.join(differ)} make the policy that sampled another one: "
+                "ratios made from them are biased. Sample with temperature 1, top_p 1 and no top_k, or let the engine "
+                "return processed logprobs."
+            )
 
     async def _retire(self, key: str, source: TokenSource, delivered: Delivered | None) -> None:
         """Let go of a capture whose row is durable. What goes wrong here keeps the evidence and fails nothing."""
         if delivered is not None and delivered["mask_sample"]:
             return
+        bound = self._capture.source_timeout_s
         try:
             if delivered is None:
-                retired = await retire_redundant_capture(key, source)
+                retired = await retire_redundant_capture(key, source, timeout_s=bound)
             else:
                 if not isinstance(source, ReceiptSource):
                     await self._keep_receipts(key, source)
-                retired = await retire_rollout_token_capture(key, source, delivered)
+                retired = await retire_rollout_token_capture(key, source, delivered, timeout_s=bound)
             if not retired:
                 log.warning("rollout %s: its capture was not retired and stays as evidence", key)
         except Exception:  # the row is delivered; evidence that stays is listed by `capture ls`
@@ -107,7 +142,7 @@ class Finisher:
 
     async def _keep_receipts(self, key: str, source: TokenSource) -> None:
         """A source that keeps no receipts gets them journalled: frozen already, so freezing again reads the same."""
-        snapshot = await source.freeze(key)
+        snapshot = await within(self._capture.source_timeout_s, source.freeze(key), "freeze")
         await self._ledger.receipts(key, snapshot.snapshot_id, snapshot.version, receipts_of(snapshot.entries))
 
 

@@ -62,7 +62,12 @@ class RunSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CaptureSettings:
-    """Token capture of a run (capture.md, Selection). Whether an agent is selected stands at its `Destination`."""
+    """Token capture of a run. Whether an agent is selected stands at its `Destination`.
+
+    `format`: how a rebuilt row carries its tokens; `items` falls back to the native trace above 32 MB. `deliver`:
+    `single`, the one safe chain, or `all_chains`, every safe chain as a trace of its own. A source that does not answer
+    within `source_timeout_s` seconds masks the row that waits for it.
+    """
 
     enabled: bool = False
     all_agents: bool = False
@@ -71,6 +76,8 @@ class CaptureSettings:
     mask_fraction_min_samples: int = 50
     settle_s: float = 5.0
     format: Literal["items", "trace"] = "items"
+    deliver: Literal["single", "all_chains"] = "single"
+    source_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         fraction = self.max_mask_fraction
@@ -78,6 +85,11 @@ class CaptureSettings:
             raise ConfigError(f"token_id_capture.max_mask_fraction is {fraction!r}; accepted: a number from 0 to 1.")
         if self.format not in ("items", "trace"):
             raise ConfigError(f"token_id_capture.format is {self.format!r}; accepted: items or trace.")
+        if self.deliver not in ("single", "all_chains"):
+            raise ConfigError(f"token_id_capture.deliver is {self.deliver!r}; accepted: single or all_chains.")
+        for name, least in (("settle_s", 0.0), ("source_timeout_s", 1e-3)):
+            if not least <= getattr(self, name) < math.inf:
+                raise ConfigError(f"token_id_capture.{name} is {getattr(self, name)!r}; accepted: a number of seconds.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,13 +52,19 @@ class Failures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """Sums over the rows that carry capture metrics."""
+    """Sums over the rows that carry capture metrics.
+
+    `too_large` rows hold a native trace because their items would pass the size limit; `raw_logprobs_differ` rows carry
+    raw logprobs of a policy that sampled with other settings.
+    """
 
     rows: int
     calls: int
     generated_captured: int
     generated_delivered: int
     truncated: int
+    too_large: int = 0
+    raw_logprobs_differ: int = 0
 
 
 class Measure(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,6 +125,7 @@ class _Tally:
         self.by_environment = 0
         self.reasons: Counter[str] = Counter()
         self.rows = self.calls = self.captured = self.delivered = self.truncated = 0
+        self.too_large = self.raw_differ = 0
 
     def add(self, head: ResultHead) -> None:
         self.tasks[head.task_index] = (head.task.taskset, head.task.task_id)
@@ -128,6 +135,8 @@ class _Tally:
             self.captured += head.capture.generated_tokens_captured
             self.delivered += head.capture.generated_tokens_delivered
             self.truncated += head.capture.truncated
+            self.too_large += head.capture.projected_bytes is not None
+            self.raw_differ += bool(head.capture.raw_logprobs_differ)
         if head.mask_sample:
             self._add_masked(head)
             return
@@ -158,7 +167,7 @@ def summarise(run_dir: RunDir) -> Summary:
         coverage=coverage,
         exit_status=_exit_status(account, coverage),
         stop_reason=account.end.reason if account.end is not None else "killed",
-        message=_message(account, coverage, failures),
+        message=_message(account, coverage, failures) + _about_tokens(tally),
         metrics=_metrics(tally, threshold, set(tally.tasks)),
         tasksets={
             name: _metrics(tally, threshold, {index for index, task in tally.tasks.items() if task[0] == name})
@@ -175,6 +184,8 @@ def summarise(run_dir: RunDir) -> Summary:
             generated_captured=tally.captured,
             generated_delivered=tally.delivered,
             truncated=tally.truncated,
+            too_large=tally.too_large,
+            raw_logprobs_differ=tally.raw_differ,
         ),
         dispatches=account.dispatches,
         starts=account.starts,
@@ -220,6 +231,19 @@ def _message(account: Account, coverage: CoverageReport, failures: Failures) -> 
     if failures.commonest is not None:
         text += f" Commonest failure: {failures.commonest} ({failures.kinds[failures.commonest]} times): "
         text += f"{failures.commonest_reason}"
+    return text
+
+
+def _about_tokens(tally: _Tally) -> str:
+    """What a trainer must know of the rows before it reads them."""
+    text = ""
+    if tally.too_large:
+        text += f" {tally.too_large} rows are too large for items and hold a native trace (format: trace)."
+    if tally.raw_differ:
+        text += (
+            f" {tally.raw_differ} rows carry raw logprobs although temperature, top_p or top_k made the sampling policy"
+            " another one."
+        )
     return text
 
 

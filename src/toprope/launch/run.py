@@ -114,6 +114,9 @@ class RunJob:
                 max_mask_fraction=capture.max_mask_fraction,
                 mask_fraction_min_samples=capture.mask_fraction_min_samples,
                 settle_s=capture.settle_s,
+                format=capture.format,
+                deliver=capture.deliver,
+                source_timeout_s=capture.source_timeout_s,
             ),
             observers=observers,
         )

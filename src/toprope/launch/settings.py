@@ -225,3 +225,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     servers: Annotated[dict[str, Any], Meta(description="The servers by name; `role` says what each is.")]
     run: Annotated[RunConfig | None, Meta(description="What to collect.")] = None
     token_id_capture: Annotated[CaptureConfig, Meta(description="Token capture.")] = CaptureConfig()
+    format: Annotated[
+        Literal["items", "trace"],
+        Meta(
+            description="How a row carries its tokens: in the items of `response.output`, or as the native trace. "
+            "`items` of more than 32 MB are written as a trace, and counted."
+        ),
+    ] = "items"
+    deliver: Annotated[
+        Literal["single", "all_chains"],
+        Meta(description="The one safe chain, or every safe chain as a trace of its own with its role."),
+    ] = "single"
+    source_timeout_s: Annotated[
+        PositiveSeconds, Meta(description="How long the source may take to answer before the row that waits is masked.")
+    ] = 120.0

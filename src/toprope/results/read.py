@@ -38,6 +38,8 @@ class CaptureHead(msgspec.Struct, frozen=True):
     version: int | None = None
     format: str | None = None
     truncated: bool = False
+    projected_bytes: int | None = None
+    raw_logprobs_differ: list[str] = []
 
 
 class ResultHead(msgspec.Struct, frozen=True):
