@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,9 @@ def _read_server(value: Any, where: Where) -> ServerConfig:
     if not isinstance(value, dict):
         raise ConfigError(f"{where}: {shown(value)} is not accepted; accepted: a mapping with the key role.")
     role = value.get("role")
+    if "role" not in value:
+        for key in get_close_matches("role", [str(key) for key in value], n=1):
+            raise ConfigError(f"{where.at(key)}: there is no key {key!r} here; did you mean 'role'? It is required.")
     if not isinstance(role, str) or role not in ROLES:
         what = "this key is required" if "role" not in value else f"{shown(role)} is not accepted"
         raise ConfigError(f"{where.at('role')}: {what}; {nearest(str(role or ''), ROLES)}.")
@@ -106,6 +110,12 @@ def _check_server(configuration: Configuration, name: str, server: ServerConfig,
             raise ConfigError(
                 f"{where.at('url')}: {shown(server.url)} is not accepted; accepted: http://... or https://..."
             )
+        for key in ("engine", "use"):
+            if getattr(server, key, None) and not (key == "use" and isinstance(server, EnvironmentConfig)):
+                raise ConfigError(
+                    f"{where.at(key)}: `url` says that this server runs elsewhere, and {key!r} what to start here; "
+                    "accepted: one of them."
+                )
         return
     if server.host not in LOOPBACK and not server.api_key:
         raise ConfigError(

@@ -35,6 +35,9 @@ def importable(*directories: Path) -> None:
 def find(name: str, group: str, where: Where) -> Callable[..., Any]:
     """What `name` stands for: an entry point of `group`, or `module:Class`. Raises `ConfigError`."""
     if ":" in name:
+        module, _, attribute = name.partition(":")
+        if not all(part.isidentifier() for path in (module, attribute) for part in path.split(".")):
+            raise ConfigError(f"{where}: {shown(name)} is not accepted; accepted: module:Class, such as till:Shop.")
         return _load(EntryPoint(name, name, group), where)
     known = {point.name: point for point in entry_points(group=group)}
     if name not in known:

@@ -6,6 +6,7 @@ are (`config`).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,12 +43,19 @@ def load_values(path: Path, sets: Sequence[str], environ: Mapping[str, str]) -> 
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{path}: the configuration cannot be read: {reason}; accepted: one YAML file.") from error
-    values = parse_yaml(text, where)
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path}: the file holds {shown(values)}; accepted: a mapping with the keys servers and run.")
-    for setting in sets:
-        apply_set(values, setting)
-    expanded = expand(values, environ, where)
+    try:
+        values = parse_yaml(text, where)
+        if not isinstance(values, dict):
+            raise ConfigError(
+                f"{path}: the file holds {shown(values)}; accepted: a mapping with the keys servers and run."
+            )
+        for setting in sets:
+            apply_set(values, setting)
+        expanded = expand(values, environ, where)
+    except RecursionError as error:
+        raise ConfigError(
+            f"{path}: a value is nested too deeply, or an alias (*name) stands inside its own anchor (&name)."
+        ) from error
     assert isinstance(expanded, dict)
     return expanded
 
@@ -92,11 +100,21 @@ def apply_set(values: dict[str, Any], setting: str) -> None:
 
 
 def expand(value: Any, environ: Mapping[str, str], where: Where) -> Any:
-    """`value` with every `${NAME}` and `${NAME:default}` replaced. Raises `ConfigError` if one is unset."""
+    """`value` with every `${NAME}` and `${NAME:default}` replaced.
+
+    Raises `ConfigError` if one is unset, and for what YAML can say and no setting be: dates, sets, bytes, .inf, .nan.
+    """
     if isinstance(value, dict):
         return {key: expand(item, environ, where.at(key)) for key, item in value.items()}
     if isinstance(value, list):
         return [expand(item, environ, where.at(index)) for index, item in enumerate(value)]
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{where}: {value} is not accepted; accepted: a finite number.")
+    if value is not None and not isinstance(value, str | int | float):
+        raise ConfigError(
+            f"{where}: {shown(value)} is a YAML {type(value).__name__}; accepted: text (in quotes), a number, "
+            "true or false, a list, a mapping."
+        )
     if not isinstance(value, str) or "${" not in value:
         return value
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
+from inspect import isclass
 from typing import Any
 
 from toprope.errors.tree import ConfigError
@@ -51,6 +53,9 @@ def build_parts(configuration: Configuration, client: Client) -> Parts:
 
 def _engine(settings: Mapping[str, Any], where: Where, client: Client) -> Engine:
     kind = settings.get("kind")
+    if "kind" not in settings:
+        for key in get_close_matches("kind", [str(key) for key in settings], n=1):
+            raise ConfigError(f"{where.at(key)}: there is no key {key!r} here; did you mean 'kind'? It is required.")
     if not isinstance(kind, str):
         raise ConfigError(f"{where.at('kind')}: this key is required; accepted: embedded, openai, or module:Class.")
     given = {name: value for name, value in settings.items() if name != "kind"}
@@ -65,6 +70,8 @@ def _engine(settings: Mapping[str, Any], where: Where, client: Client) -> Engine
 def _named(use: str | None, role: str, config: Mapping[str, Any], where: Where, base: type[Any]) -> Any:
     assert use is not None  # `config` requires it of a server that runs here
     target = find(use, GROUPS[role], where.at("use"))
+    if isclass(target) and not issubclass(target, base):  # before its settings are judged by a stranger's signature
+        raise ConfigError(f"{where.at('use')}: {shown(use)} is no {base.__name__}; accepted: a subclass of it.")
     part = build(target, config, where.at("config"))
     if not isinstance(part, base):
         raise ConfigError(f"{where.at('use')}: {shown(use)} is no {base.__name__}; accepted: a subclass of it.")

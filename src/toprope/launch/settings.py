@@ -213,7 +213,8 @@ class CaptureConfig(msgspec.Struct, frozen=True, kw_only=True):
         bool, Meta(description="Put the captured tokens into the rows. `false`: write evidence only.")
     ] = True
     max_mask_fraction: Annotated[
-        float | None, Meta(ge=0, le=1, description="A higher share of masked rollouts stops the run.")
+        Annotated[float, Meta(ge=0, le=1)] | None,
+        Meta(description="A higher share of masked rollouts stops the run."),
     ] = None
     mask_fraction_min_samples: Annotated[Count, Meta(description="Finalised rollouts before that share counts.")] = 50
     settle_s: Annotated[Seconds, Meta(description="How long delivery waits for calls still open.")] = 5.0

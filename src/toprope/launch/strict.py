@@ -57,7 +57,7 @@ def read(value: Any, kind: Any, where: Where) -> Any:
         return _read_struct(value, bare, where)
     if get_origin(bare) in (Union, types.UnionType):
         return _read_union(value, kind, bare, where)
-    if get_origin(bare) is dict and get_args(bare)[1] is not Any:
+    if get_origin(bare) is dict:
         items = _mapping(value, where)
         return {key: read(item, get_args(bare)[1], where.at(key)) for key, item in items.items()}
     if get_origin(bare) is list and isinstance(value, list):
@@ -107,7 +107,7 @@ def leaf(value: Any, kind: Any, where: Where) -> Any:
     try:
         return msgspec.convert(str(value) if from_environment else value, kind, strict=not from_environment)
     except msgspec.ValidationError as error:
-        choices = _choices(kind)
+        choices = [] if get_origin(_bare(kind)) is list else _choices(kind)
         if choices and isinstance(value, str):
             raise ConfigError(f"{where}: {shown(value)} is not accepted; {nearest(value, choices)}.") from error
         reason = str(error).partition(" - at `")[0].replace("`", "")

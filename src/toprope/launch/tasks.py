@@ -32,7 +32,16 @@ def gather_tasks(configuration: Configuration, run: RunConfig, parts: Parts, *, 
         if not sources:
             raise ConfigError(f"{where}: this key is required; accepted: a JSONL file, a source, or a list of them.")
         found = list(
-            islice((task for source in sources for task in _read(source, configuration, parts, where)), run.limit)
+            islice(
+                (
+                    task
+                    for index, source in enumerate(sources)
+                    for task in _read(
+                        source, configuration, parts, where.at(index) if isinstance(run.tasks, list) else where
+                    )
+                ),
+                run.limit,
+            )
         )
     if not found:
         raise ConfigError(f"{where if file is None else file}: there is no task; accepted: at least one.")

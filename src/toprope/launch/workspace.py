@@ -22,7 +22,7 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 def default_directory(name: str) -> Path:
     """`runs/<date>-<name>-<short id>`, new every time."""
-    safe = _UNSAFE.sub("-", name).strip("-.") or "run"
+    safe = _UNSAFE.sub("-", name)[:100].strip("-.") or "run"  # file systems take names of 255 bytes
     return Path("runs") / f"{time.strftime('%Y%m%d-%H%M%S')}-{safe}-{secrets.token_hex(2)}"
 
 

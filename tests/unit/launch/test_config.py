@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from toprope.errors.tree import ConfigError
 from toprope.launch.config import Configuration, load_configuration, task_sources
-from toprope.launch.settings import EnvironmentShare, ModelConfig
+from toprope.launch.settings import (
+    ROLES,
+    CaptureConfig,
+    EnvironmentShare,
+    ModelConfig,
+    RunConfig,
+    TaskSource,
+    TransportConfig,
+)
+from toprope.launch.strict import Where, read
 
 GOOD = """
 servers:
@@ -71,6 +81,12 @@ def test_the_example_of_the_documentation_reads_as_written(tmp_path: Path) -> No
         ("run.concurrency=${NOT_SET}", ["run.concurrency", "NOT_SET", "default"]),
         ("run.repeats", ["--set run.repeats", "KEY=VALUE"]),
         ("run.repeats.more=1", ["run.repeats", "4", "no keys"]),
+        ("servers.solver={rol: agent}", ["servers.solver.rol", "no key 'rol'", "did you mean 'role'"]),
+        ("servers.episode.tools=direct_http", ["servers.episode.tools", "'direct_http'", "list of"]),
+        ("servers.policy.url=http://a", ["servers.policy.engine", "url", "one of them"]),
+        ("servers.episode.episode_timeout_s=.inf", ["servers.episode.episode_timeout_s", "inf", "finite"]),
+        ("servers.sums.config.until=2026-01-01", ["servers.sums.config.until", "date", "quotes"]),
+        ("token_id_capture.max_mask_fraction=7", ["token_id_capture.max_mask_fraction", "7", "<= 1.0"]),
     ],
 )
 def test_a_mistake_names_the_place_the_value_and_what_is_accepted(
@@ -81,6 +97,25 @@ def test_a_mistake_names_the_place_the_value_and_what_is_accepted(
     assert [part for part in parts if part not in caught.value.message] == []
     assert "run.yaml" in caught.value.message or "--set" in caught.value.message
     assert "\n" not in caught.value.message
+
+
+def test_a_server_name_that_is_a_number_is_asked_for_in_quotes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="servers: the key 3 is not text; write it in quotes"):
+        load(tmp_path, text="servers: {3: {role: model}}\n")
+
+
+def test_every_setting_can_be_given() -> None:
+    for kind in (*ROLES.values(), RunConfig, CaptureConfig, TransportConfig, TaskSource):
+        for field in msgspec.structs.fields(kind):
+            # A type that the reader cannot take fails here, whatever the value.
+            if field.default is not msgspec.NODEFAULT:
+                assert read(msgspec.to_builtins(field.default), field.type, Where(field.name)) == field.default
+
+
+@pytest.mark.parametrize("text", ["servers: &a {x: *a}\n", "servers: " + "[" * 3000 + "]" * 3000 + "\n"])
+def test_a_file_that_has_no_end_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.yaml: a value is nested too deeply"):
+        load(tmp_path, text=text)
 
 
 def test_a_file_that_is_not_yaml_names_line_and_column(tmp_path: Path) -> None:

@@ -60,3 +60,9 @@ def test_a_class_beside_the_configuration_is_found(tmp_path: Path) -> None:
         find("my_engines_beside:Other", "toprope.engines", WHERE)
     with pytest.raises(ConfigError, match="No module named 'nowhere_at_all'"):
         find("nowhere_at_all:Class", "toprope.engines", WHERE)
+
+
+@pytest.mark.parametrize("name", [":", "till:", ":Shop", "till:Shop:x", "a b:C", "../till:Shop"])
+def test_a_name_that_is_no_module_and_class_is_refused_as_such(name: str) -> None:
+    with pytest.raises(ConfigError, match="module:Class, such as till:Shop"):
+        find(name, "toprope.environments", WHERE)

@@ -52,6 +52,10 @@ def test_a_place_that_cannot_be_a_directory_is_named(tmp_path: Path) -> None:
         Workspace(tmp_path / "file" / "out")
 
 
+def test_a_long_name_still_names_a_directory() -> None:
+    assert len(default_directory("x" * 300).name) < 150
+
+
 def test_two_default_directories_are_never_one(tmp_path: Path) -> None:
     first, second = default_directory("a b/c"), default_directory("a b/c")
     assert first != second

@@ -197,6 +197,8 @@ def test_scoring_settings_hold_what_changes_a_reward_and_no_address_or_secret() 
             r"servers\.policy\.use: 'builtins:object' is no ModelServer",
         ),
         ({"books": {"role": "resources", "use": "builtins:object"}}, "is no Environment"),
+        ({"books": {"role": "resources", "use": "json:JSONDecoder", "config": {"a": 1}}}, "is no Environment"),
+        ({"policy": {"role": "model", "engine": {"kin": "scripted"}}}, "no key 'kin' here; did you mean 'kind'"),
         ({**SERVERS, "clerk": {**SERVERS["clerk"], "use": "builtins:object"}}, "is no Agent"),
         ({"a/b": POLICY}, "'a/b' cannot name a server"),
         ({"p": {**POLICY, "api_key": "x", "identity": ["api_key"]}}, r"servers\.p: p: the API key cannot be both"),
