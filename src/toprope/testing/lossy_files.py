@@ -32,12 +32,28 @@ class _Node:
     stamp: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _NameChange:
+    """A file got the name `new`, lost the name `old`, or both at once: a rename happens whole or not at all."""
+
+    node: _Node
+    old: Path | None = None
+    new: Path | None = None
+
+    def apply(self, names: dict[Path, _Node]) -> None:
+        if self.old is not None and names.get(self.old) is self.node:
+            del names[self.old]
+        if self.new is not None:
+            names[self.new] = self.node
+
+
 @dataclass(slots=True)
 class Disk:
-    """The device. `seen` and `sure` are names to files."""
+    """The device. `seen` and `sure` are names to files; `pending` leads from `sure` to `seen`, in order."""
 
     seen: dict[Path, _Node] = field(default_factory=dict)
     sure: dict[Path, _Node] = field(default_factory=dict)
+    pending: list[_NameChange] = field(default_factory=list)
     clock: int = 0
     locks: dict[Path, threading.Lock] = field(default_factory=lambda: defaultdict(threading.Lock))
 
@@ -69,18 +85,16 @@ class LossyFiles:
         """What a new process finds after a power cut: what was sure, and of the rest what `choose` keeps.
 
         Without `choose` everything unsure is gone. With it each unsynced name change and each unsynced end of a file is
-        kept, lost or cut, independently, as file systems may.
+        kept, lost or cut, independently, as file systems may; a rename is one change. One directory is assumed.
         """
-        disk, copies = Disk(clock=self.disk.clock), {}
-        for path in sorted(self.disk.sure.keys() | self.disk.seen.keys()):
-            sure, seen = self.disk.sure.get(path), self.disk.seen.get(path)
-            node = seen if choose is not None and choose.random() < 0.5 else sure
-            if node is None:
-                continue
-            if node.number not in copies:
-                content = _survivor(node, choose)
-                copies[node.number] = _Node(node.number, content, content, node.stamp + 1)
-            disk.seen[path] = disk.sure[path] = copies[node.number]
+        left = dict(self.disk.sure)
+        for change in self.disk.pending:
+            if choose is not None and choose.random() < 0.5:
+                change.apply(left)
+        disk = Disk(clock=self.disk.clock)
+        for path, node in left.items():
+            content = _survivor(node, choose)
+            disk.seen[path] = disk.sure[path] = _Node(node.number, content, content, node.stamp + 1)
         return LossyFiles(disk)
 
     # -- `Files` ------------------------------------------------------------------------------------------------------
@@ -102,14 +116,14 @@ class LossyFiles:
         node = self.disk.seen.get(path)
         if node is None:
             self._step(f"create {path.name}")
-            node = self.disk.seen[path] = self._node()
+            node = self._create(path)
         with self._step_over_bytes(f"append {path.name}", data) as part:
             self._change(node, node.seen + part)
         self.sync(path)
 
     def write(self, path: Path, data: bytes) -> None:
         self._step(f"create {path.name}")
-        node = self.disk.seen[path] = self._node()
+        node = self._create(path)
         with self._step_over_bytes(f"write {path.name}", data) as part:
             self._change(node, part)
         self.sync(path)
@@ -127,22 +141,18 @@ class LossyFiles:
 
     def rename(self, old: Path, new: Path) -> None:
         self._step(f"rename {old.name} {new.name}")
-        self.disk.seen[new] = self.disk.seen.pop(old)
+        self._rename(_NameChange(self.disk.seen[old], old, new))
 
     def remove(self, path: Path) -> None:
         if path in self.disk.seen:
             self._step(f"remove {path.name}")
-            del self.disk.seen[path]
+            self._rename(_NameChange(self.disk.seen[path], old=path))
 
     def sync_directory(self, directory: Path) -> None:
         self._step("sync directory")
-        for path in {*self.disk.sure, *self.disk.seen}:
-            if path.parent != directory:
-                continue
-            if path in self.disk.seen:
-                self.disk.sure[path] = self.disk.seen[path]
-            else:
-                del self.disk.sure[path]
+        for change in self.disk.pending:
+            change.apply(self.disk.sure)
+        self.disk.pending.clear()
 
     def make_directory(self, directory: Path) -> None:
         """Directories are there."""
@@ -157,9 +167,15 @@ class LossyFiles:
 
     # -- steps --------------------------------------------------------------------------------------------------------
 
-    def _node(self) -> _Node:
+    def _create(self, path: Path) -> _Node:
         self.disk.clock += 1
-        return _Node(self.disk.clock)
+        node = _Node(self.disk.clock)
+        self._rename(_NameChange(node, new=path))
+        return node
+
+    def _rename(self, change: _NameChange) -> None:
+        change.apply(self.disk.seen)
+        self.disk.pending.append(change)
 
     def _change(self, node: _Node, content: bytes) -> None:
         self.disk.clock += 1
