@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from toprope.correlation.context import rollout_context
+from toprope.errors.tree import Conflict
 from toprope.http.cookies import merge_cookies
 from toprope.http.reply import json_reply
+from toprope.servers.agent.activations import Activations
 from toprope.servers.agent.agent import Activation, Agent
 
 from .conftest import EPISODE, SEED, call, say
@@ -185,3 +188,31 @@ async def test_duplicate_grant_names_and_unknown_grants_are_refused(make_house: 
     gaps = (await house.close()).json()["agent_observations"]["gaps"]
     assert len(gaps) == 1
     assert "optional grant sh" in gaps[0]
+
+
+async def test_a_seed_or_a_close_under_another_rollouts_path_is_a_conflict(make_house: Any) -> None:
+    house = await make_house([])
+    with rollout_context("run.0-1"):
+        assert (await house.seed()).status == 409
+    await house.seed()
+    with rollout_context("run.0-1"):
+        assert (await house.close()).status == 409
+    assert len(house.server.sessions) == 1
+
+
+async def test_stop_closes_the_sessions_that_are_left(make_house: Any) -> None:
+    house = await make_house([])
+    await house.seed()
+    await house.server.app.stop()
+    assert len(house.server.sessions) == 0
+
+
+async def test_an_activation_that_arrives_while_its_session_closes_is_refused() -> None:
+    activations = Activations()
+    activations.stop()
+
+    async def start(number: int) -> None:
+        raise AssertionError("started")
+
+    with pytest.raises(Conflict, match="being closed"):
+        await activations.run(None, "digest", start)

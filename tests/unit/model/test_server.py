@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from toprope.canonical.digest import digest_bytes
 from toprope.correlation.context import current_rollout_id
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import CaptureClosed, CaptureError, ConfigError, LimitReached
@@ -163,21 +164,37 @@ async def test_an_after_hook_that_raises_does_not_take_the_turn_away(serve, note
 
 
 async def test_a_captured_call_whose_client_left_is_recorded_in_full(serve, notebook):
-    reached, go_on = asyncio.Event(), asyncio.Event()
+    """A second call, which is not captured, leaves after it: when that one is cancelled, the first would be too."""
+    reached, go_on, cancelled = asyncio.Queue(), asyncio.Event(), []
 
     async def script(call):
-        reached.set()
-        await go_on.wait()
+        reached.put_nowait(call.rollout_id)
+        try:
+            await go_on.wait()
+        except asyncio.CancelledError:
+            cancelled.append(call.rollout_id)
+            go_on.set()
+            raise
         return "late"
 
     async with serve(engine=ScriptedEngine(script=script), recorder=notebook) as (peer, _):
-        call = asyncio.create_task(peer.request("POST", CAPTURED + "/v1/responses", body=RESPONSES))
-        await reached.wait()
-        call.cancel()
-        await asyncio.gather(call, return_exceptions=True)
-        go_on.set()
+        for path in (CAPTURED, "/ng-rollout/4-3"):
+            call = asyncio.create_task(peer.request("POST", path + "/v1/responses", body=RESPONSES))
+            await reached.get()
+            call.cancel()
+            await asyncio.gather(call, return_exceptions=True)
         await notebook.recorded.wait()
+        assert cancelled == ["4-3"]
         assert [event[0] for event in notebook.events] == ["begin", "record"]
+
+
+async def test_the_intent_holds_what_a_retry_is_known_by(serve, notebook):
+    async with serve(recorder=notebook) as (peer, _):
+        headers = {"x-stainless-retry-count": "2", "content-type": "application/json"}
+        body = json.dumps(RESPONSES).encode()
+        await peer.request("POST", CAPTURED + "/v1/responses", body=body, headers=headers)
+    intent = notebook.events[0][3]
+    assert (intent.request_digest, intent.retry_count) == (digest_bytes(body), 2)
 
 
 @pytest.mark.promise("MS-11")

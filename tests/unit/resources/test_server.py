@@ -398,3 +398,19 @@ async def test_a_stateless_environment_verifies_and_calls_tools_without_a_sessio
 
 async def test_metrics_are_aggregated_only_by_environments_that_do(client: Client, house: House) -> None:
     assert (await house.post("/aggregate_metrics", {"verify_responses": []}, session=None)).status == 404
+
+
+async def test_verify_waits_for_a_tool_call_that_still_runs(house: House) -> None:
+    environment = house.environment
+    await house.seed()
+    environment.gate.clear()
+    running = asyncio.create_task(house.post("/add", {"n": 1}))
+    await environment.entered.wait()
+    verifying = asyncio.create_task(house.post("/verify", VERIFY, token="tok"))
+    session = house.server.sessions.open_session("s1")
+    while session.users < 2:  # noqa: ASYNC110  # no event says that a call came in and waits for its turn
+        await asyncio.sleep(0)
+    assert "verify" not in environment.seen
+    environment.gate.set()
+    assert (await running).json() == 4
+    assert (await verifying).json()["reward"] == 1.0

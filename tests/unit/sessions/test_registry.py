@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -309,3 +311,42 @@ async def test_a_session_is_used_and_released_for_its_own_rollout() -> None:
         house.registry.sweep()
     await house.registry.release_all()
     assert house.seen == ["4-2"]
+
+
+@pytest.mark.promise("EP-3")
+async def test_a_seeder_and_a_closer_that_leave_stop_neither_allocation_nor_release() -> None:
+    house = House()
+    house.gate.clear()
+    seeding = asyncio.create_task(house.seed())
+    await house.allocating.wait()
+    seeding.cancel()
+    await asyncio.gather(seeding, return_exceptions=True)
+    house.gate.set()
+    assert await house.seed() == "reply 1"
+    assert house.allocated == 1
+    with house.registry.use("s"):  # so that the release waits
+        closing = asyncio.create_task(house.registry.close("s", None))
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+    assert (await house.registry.close("s", None)).value == "receipt"
+    assert house.released == ["thing 1"]
+
+
+async def test_a_closed_session_holds_nothing_of_what_was_allocated() -> None:
+    class Thing:
+        pass
+
+    async def allocate() -> tuple[Thing, str]:
+        return Thing(), "reply"
+
+    async def release(session: Session[Thing]) -> None:
+        held.append(weakref.ref(session.value))
+
+    held: list[Any] = []
+    registry: SessionRegistry[Thing] = SessionRegistry(noun="test", release=release)
+    await registry.seed(SeedCall("s", "4-2", "p"), allocate)
+    await registry.close("s", None)
+    gc.collect()
+    assert held[0]() is None
+    assert registry.remembered == 1
