@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -90,16 +91,18 @@ async def test_one_changed_id_is_found_though_every_digest_in_the_rows_was_recom
     def forge(rows: Rows) -> None:
         trained(rows)["generation_token_ids"][0] = 77
         for row in rows:
-            capture = row["_ng_token_capture"]
-            for name in list(capture):
-                if "digest" in name or "hash" in name:
-                    capture[name] = digest_value(row["response"])
+            # Whatever looks like a digest is made to fit what the row says now.
+            said = digest_value(row["response"])
+            text, changed = re.subn(r"\b[0-9a-f]{32,64}\b", said, json.dumps(row["_ng_token_capture"]))
+            assert changed
+            row["_ng_token_capture"] = json.loads(text)
 
     edit(run_dir.results, forge)
     report = await prove(run_dir)
     assert "not_sampled" in kinds(report)
 
 
+@pytest.mark.promise("CP-17")
 async def test_a_forger_who_also_rewrites_the_journal_is_still_found_by_the_receipts(run_dir: RunDir) -> None:
     edit(run_dir.results, lambda rows: trained(rows)["generation_token_ids"].__setitem__(0, 77))
     digests, offset = {}, 0
