@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from toprope.correlation.context import current_rollout_id as current_rollout_id
     from toprope.correlation.context import rollout_context as rollout_context
     from toprope.correlation.context import run_in_context as run_in_context
+    from toprope.errors.tree import ToolError as ToolError
     from toprope.http.rollout_layer import RolloutContextMiddleware as RolloutContextMiddleware
     from toprope.http.rollout_layer import RolloutContextPeekMiddleware as RolloutContextPeekMiddleware
+    from toprope.launch.evidence import open_store as open_store
     from toprope.servers.agent.agent import Agent as Agent
     from toprope.servers.model.server import ModelServer as ModelServer
     from toprope.servers.resources.environment import Environment as Environment
     from toprope.servers.resources.environment import Verdict as Verdict
+    from toprope.servers.resources.environment import final_text as final_text
     from toprope.tools.spec import tool as tool
 
 _HOMES = {
@@ -30,9 +33,12 @@ _HOMES = {
     "ModelServer": "toprope.servers.model.server",
     "RolloutContextMiddleware": "toprope.http.rollout_layer",
     "RolloutContextPeekMiddleware": "toprope.http.rollout_layer",
+    "ToolError": "toprope.errors.tree",
     "Verdict": "toprope.servers.resources.environment",
     "current_rollout_id": "toprope.correlation.context",
+    "final_text": "toprope.servers.resources.environment",
     "finalize_rollout_token_capture": "toprope.capture.delivery",
+    "open_store": "toprope.launch.evidence",
     "retire_rollout_token_capture": "toprope.capture.delivery",
     "rollout_context": "toprope.correlation.context",
     "run_in_context": "toprope.correlation.context",

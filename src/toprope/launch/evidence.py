@@ -1,4 +1,4 @@
-"""The files of a finished or running run, opened for reading by a command. Writers may go on meanwhile."""
+"""The files of a finished or running run, opened for reading by a command or a trainer. Writers may go on meanwhile."""
 
 from __future__ import annotations
 
@@ -18,6 +18,25 @@ def existing_directory(path: Path) -> RunDir:
             f"{path}: there is no such directory; accepted: the directory of a run or of `toprope serve`."
         )
     return RunDir(path)
+
+
+@asynccontextmanager
+async def open_store(directory: str | Path) -> AsyncIterator[SqliteStore]:
+    """The capture store in the directory of a run or of `toprope serve`, which may still run.
+
+    `async with toprope.open_store("served") as store:` gives what `finalize_rollout_token_capture` and
+    `retire_rollout_token_capture` take as their source; `store.list_captures()` tells the keys. On leaving, all that
+    was written is durable and the store is closed. Raises `ConfigError` if there is no such directory, or if nothing
+    was captured there yet.
+    """
+    run_dir = existing_directory(Path(directory))
+    async with capture_store(run_dir) as store:
+        if store is None:
+            raise ConfigError(
+                f"{run_dir.path}: nothing was captured here: {run_dir.capture_db.name} is missing; accepted: a "
+                "directory that captured calls went to, with `training-token-capture` in the base URL of the caller."
+            )
+        yield store
 
 
 @asynccontextmanager

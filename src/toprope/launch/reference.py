@@ -14,6 +14,7 @@ from toprope.launch.settings import (
     CaptureConfig,
     Config,
     EnvironmentShare,
+    LimitsConfig,
     RunConfig,
     TaskSource,
     TransportConfig,
@@ -51,6 +52,7 @@ def render() -> str:
     parts = [INTRODUCTION, table("The file", Config)]
     parts += [table(f"servers: `role: {role}`", kind) for role, kind in ROLES.items()]
     parts += [
+        table("servers: `limits` of a model server", LimitsConfig),
         table("run", RunConfig),
         table("run.tasks: one source", TaskSource),
         table("run.environment: one share", EnvironmentShare),

@@ -30,8 +30,8 @@ from toprope.launch.workspace import Workspace, default_directory
 from toprope.launch.world import World
 from toprope.servers.environment.participant import SessionReport
 
-_PLACES = frozenset({"url", "place", "host", "port", "api_key", "workers"})
-"""Settings that say where a server runs; they may change between a run and its resumption."""
+_PLACES = frozenset({"url", "place", "host", "port", "api_key", "workers", "limits"})
+"""Settings that say where a server runs and how much it takes; they may change between a run and its resumption."""
 
 
 class RunJob:

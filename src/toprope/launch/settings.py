@@ -34,6 +34,17 @@ class _Server(msgspec.Struct, frozen=True, kw_only=True):
     api_key: Annotated[str | None, Meta(description="The key that callers must send as a bearer token.")] = None
 
 
+class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`limits`: what a model server bounds. The defaults are those of every other server."""
+
+    max_body_bytes: Annotated[
+        Count, Meta(description="Bytes of a request body, decompressed; a longer one gets 413 and is not dispatched.")
+    ] = 256 * 2**20
+    drain_s: Annotated[Seconds, Meta(description="Seconds that captured calls get to end when the server stops.")] = (
+        120.0
+    )
+
+
 class ModelConfig(_Server, frozen=True, kw_only=True):
     """`role: model`: a model server in front of one engine."""
 
@@ -55,6 +66,14 @@ class ModelConfig(_Server, frozen=True, kw_only=True):
         ),
     ] = []
     capture: Annotated[bool, Meta(description="Capture also calls whose identity came from `identity`.")] = False
+    return_token_ids: Annotated[
+        bool,
+        Meta(
+            description="Give every caller ids and logprobs in the reply, as agents want that return tokens of their "
+            "own. A client asks for one reply's with `X-Toprope-Include: token_ids`."
+        ),
+    ] = False
+    limits: Annotated[LimitsConfig, Meta(description="Bounds of the server.")] = LimitsConfig()
     workers: Annotated[Count, Meta(description="Worker processes. Only 1 is there yet.")] = 1
 
 
@@ -218,14 +237,6 @@ class CaptureConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     mask_fraction_min_samples: Annotated[Count, Meta(description="Finalised rollouts before that share counts.")] = 50
     settle_s: Annotated[Seconds, Meta(description="How long delivery waits for calls still open.")] = 5.0
-
-
-class Config(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole configuration file."""
-
-    servers: Annotated[dict[str, Any], Meta(description="The servers by name; `role` says what each is.")]
-    run: Annotated[RunConfig | None, Meta(description="What to collect.")] = None
-    token_id_capture: Annotated[CaptureConfig, Meta(description="Token capture.")] = CaptureConfig()
     format: Annotated[
         Literal["items", "trace"],
         Meta(
@@ -240,3 +251,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     source_timeout_s: Annotated[
         PositiveSeconds, Meta(description="How long the source may take to answer before the row that waits is masked.")
     ] = 120.0
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """A whole configuration file."""
+
+    servers: Annotated[dict[str, Any], Meta(description="The servers by name; `role` says what each is.")]
+    run: Annotated[RunConfig | None, Meta(description="What to collect.")] = None
+    token_id_capture: Annotated[CaptureConfig, Meta(description="Token capture.")] = CaptureConfig()

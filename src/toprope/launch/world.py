@@ -18,7 +18,7 @@ from toprope.capture.memory_store import MemoryStore
 from toprope.capture.recorder import Recorder
 from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.tree import ConfigError, TopropeError
-from toprope.http.app import ServerApp
+from toprope.http.app import Limits, ServerApp
 from toprope.http.client import Client, Peer, Role
 from toprope.launch.config import Configuration
 from toprope.launch.construct import GROUPS, build, find
@@ -202,7 +202,9 @@ class World:
             recorder=recorder,
             identity=config.identity,
             capture_unprefixed=config.capture,
+            return_token_ids=config.return_token_ids,
             call_log=self._calls,
+            limits=Limits(max_body_bytes=config.limits.max_body_bytes, drain_s=config.limits.drain_s),
             api_key=config.api_key,
         ).app
 

@@ -70,6 +70,8 @@ def test_the_example_of_the_documentation_reads_as_written(tmp_path: Path) -> No
         ("servers.sums.workers=2", ["servers.sums.workers", "not supported yet"]),
         ("servers.sums.protocol=flat", ["servers.sums.protocol", "not supported yet", "typed"]),
         ("servers.sums.url=localhost:80", ["servers.sums.url", "localhost:80", "http://"]),
+        ("servers.policy.limits={max_body: 5}", ["servers.policy.limits.max_body", "did you mean 'max_body_bytes'"]),
+        ("servers.policy.limits={max_body_bytes: 0}", ["servers.policy.limits.max_body_bytes", "0", ">= 1"]),
         ("servers.policy.host=0.0.0.0", ["servers.policy.host", "api_key"]),
         ("run.environment={sums: {environment: episod}}", ["run.environment.sums", "did you mean 'episode'"]),
         ("run.environment={sums: {environment: episode, weight: -1}}", ["run.environment.sums.weight", "-1"]),

@@ -11,11 +11,13 @@ import pytest
 from toprope import ModelServer, current_rollout_id
 from toprope.correlation.context import rollout_context
 from toprope.errors.tree import ConfigError, EngineUnavailable, TransportError
+from toprope.http.app import Limits
 from toprope.http.client import Client
 from toprope.launch.config import Configuration, read_configuration
 from toprope.launch.parts import build_parts
 from toprope.launch.run import check_capture, scoring_settings
 from toprope.launch.serving import check
+from toprope.launch.settings import LimitsConfig
 from toprope.launch.workspace import Workspace, read_calls
 from toprope.launch.world import World
 from toprope.servers.model.engines.base import Capabilities
@@ -207,3 +209,30 @@ def test_scoring_settings_hold_what_changes_a_reward_and_no_address_or_secret() 
 async def test_a_class_that_does_not_fit_is_refused_by_name(servers: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         await world_of(configured(servers)).start()
+
+
+def test_the_limits_of_the_settings_are_those_of_every_server() -> None:
+    limits = LimitsConfig()
+    assert Limits(max_body_bytes=limits.max_body_bytes, drain_s=limits.drain_s) == Limits()
+
+
+async def test_limits_and_return_token_ids_reach_the_model_server() -> None:
+    tight = {"max_body_bytes": 100, "drain_s": 3}
+    world = world_of(configured({"policy": {**POLICY, "limits": tight, "return_token_ids": True}}))
+    await world.start()
+    try:
+        policy = world.peer("policy")
+        reply = await policy.request("POST", "/v1/responses", body={"input": "hi"})
+        (item,) = reply.json()["output"]
+        assert len(item["generation_token_ids"]) == len(item["generation_log_probs"]) > 0
+        assert item["prompt_token_ids"]
+        refused = await policy.request("POST", "/v1/responses", body={"input": "x" * 100})
+        assert refused.status == 413
+        assert "100" in refused.text
+    finally:
+        await world.stop()
+
+
+def test_limits_may_change_between_a_run_and_its_resumption() -> None:
+    servers = {**SERVERS, "policy": {**POLICY, "limits": {"max_body_bytes": 5}}}
+    assert scoring_settings(configured(servers)) == scoring_settings(configured(SERVERS))
