@@ -18,10 +18,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from toprope.capture.jsonl_store import JsonlStore
 from toprope.capture.memory_store import MemoryStore
 from toprope.capture.protocols import EntryConflict
 from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.tree import CaptureClosed
+from toprope.testing.lossy_files import LossyFiles
 from toprope.tokens.entry import TokenEntry
 
 pytestmark = pytest.mark.promise("CP-4")
@@ -64,7 +66,7 @@ class Key:
 
 
 class Custody(RuleBasedStateMachine):
-    """One sequence of verbs, told to both stores and to the model."""
+    """One sequence of verbs, told to every store and to the model."""
 
     @initialize()
     def start(self) -> None:
@@ -72,18 +74,28 @@ class Custody(RuleBasedStateMachine):
         self.dir = Path(tempfile.mkdtemp(prefix="custody-"))
         self.runner = asyncio.Runner()
         self.memory = MemoryStore(clock=lambda: self.clock)
-        self.sqlite = self.open()
+        self.disk = LossyFiles()
+        self.sqlite, self.jsonl = self.open()
         self.keys: dict[str, Key] = {}
         self.seen: dict[str, int] = {}
         self.swept: dict[str, int] = {}
-        self.snapshot_ids: dict[int, dict[str, str]] = {0: {}, 1: {}}
+        self.snapshot_ids: dict[int, dict[str, str]] = {0: {}, 1: {}, 2: {}}
 
-    def open(self) -> SqliteStore:
-        return SqliteStore(self.dir / "c.sqlite", clock=lambda: self.clock)
+    def open(self) -> tuple[SqliteStore, JsonlStore]:
+        jsonl = JsonlStore(self.dir / "jsonl", files=self.disk, clock=lambda: self.clock)
+        return SqliteStore(self.dir / "c.sqlite", clock=lambda: self.clock), jsonl
+
+    async def close(self) -> None:
+        await self.sqlite.close()
+        await self.jsonl.close()
+
+    @property
+    def stores(self) -> tuple[Any, ...]:
+        return self.memory, self.sqlite, self.jsonl
 
     def teardown(self) -> None:
         if hasattr(self, "runner"):
-            self.runner.run(self.sqlite.close())
+            self.runner.run(self.close())
             self.runner.close()
             shutil.rmtree(self.dir)
 
@@ -103,10 +115,10 @@ class Custody(RuleBasedStateMachine):
             self.seen[name] = max(self.seen.get(name, -1), attempt)
         return self.keys[key]
 
-    def both(self, verb: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """The answers of both stores; an exception stands for itself by its type."""
+    def every(self, verb: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """The answers of all stores; an exception stands for itself by its type."""
         answers = []
-        for store in (self.memory, self.sqlite):
+        for store in self.stores:
             try:
                 answers.append(self.runner.run(getattr(store, verb)(*args, **kwargs)))
             except (CaptureClosed, EntryConflict) as error:
@@ -114,7 +126,7 @@ class Custody(RuleBasedStateMachine):
         return answers
 
     def refused(self, answers: list[Any], expected: bool) -> bool:
-        assert [answer is CaptureClosed for answer in answers] == [expected, expected], answers
+        assert [answer is CaptureClosed for answer in answers] == [expected] * 3, answers
         return expected
 
     # -- the verbs
@@ -122,7 +134,7 @@ class Custody(RuleBasedStateMachine):
     @rule(key=KEYS, call=CALLS)
     def begin(self, key: str, call: str) -> None:
         closed = self.phase(key) not in ("absent", "open")
-        answers = self.both("begin_call", key, call)
+        answers = self.every("begin_call", key, call)
         if not self.refused(answers, closed):
             state = self.touch(key)
             if call not in state.aborts and call not in state.puts:
@@ -134,7 +146,7 @@ class Custody(RuleBasedStateMachine):
     def put(self, key: str, call: str, variant: int) -> None:
         phase = self.phase(key)
         there = self.keys[key].puts.get(call) if key in self.keys else None
-        answers = self.both("put", entry(key, call, variant))
+        answers = self.every("put", entry(key, call, variant))
         if self.refused(answers, phase in ("retired", "fenced") or (phase == "frozen" and there is None)):
             return
         state = self.touch(key)
@@ -145,14 +157,14 @@ class Custody(RuleBasedStateMachine):
         elif there != variant:
             state.lost.add(f"conflict:{call}")
             state.version += 1
-            assert answers == [EntryConflict, EntryConflict]
+            assert answers == [EntryConflict] * 3
             return
         assert {answer.version for answer in answers} == {state.version}
 
     @rule(key=KEYS, call=CALLS, reason=ABORTS)
     def abort(self, key: str, call: str, reason: str) -> None:
         phase = self.phase(key)
-        if self.refused(self.both("abort_call", key, call, reason=reason), phase in ("retired", "fenced")):
+        if self.refused(self.every("abort_call", key, call, reason=reason), phase in ("retired", "fenced")):
             return
         if key in self.keys and (call in self.keys[key].puts or self.keys[key].aborts.get(call) == reason):
             return
@@ -162,7 +174,7 @@ class Custody(RuleBasedStateMachine):
 
     @rule(key=KEYS, call=st.sampled_from(["", "c9"]), reason=st.sampled_from([None, "bad_logprob", "a foreign word"]))
     def mark(self, key: str, call: str, reason: str | None) -> None:
-        answers = self.both("mark_incomplete", key, call, reason=reason)
+        answers = self.every("mark_incomplete", key, call, reason=reason)
         if not self.refused(answers, self.phase(key) in ("retired", "fenced")):
             state = self.touch(key)
             typed = {None: "write_failed", "bad_logprob": "bad_logprob"}.get(reason, f"write_failed:{reason}")
@@ -172,7 +184,7 @@ class Custody(RuleBasedStateMachine):
     @rule(key=KEYS)
     def freeze(self, key: str) -> None:
         phase = self.phase(key)
-        snapshots = self.both("freeze", key)
+        snapshots = self.every("freeze", key)
         if self.refused(snapshots, phase in ("retired", "fenced")):
             return
         state = self.touch(key)
@@ -196,7 +208,7 @@ class Custody(RuleBasedStateMachine):
         phase = self.phase(key)
         state = self.keys.get(key)
         version = (state.version if state else 0) - (stale == "version")
-        for n, store in enumerate((self.memory, self.sqlite)):
+        for n, store in enumerate(self.stores):
             snapshot_id = "0" * 32 if stale == "id" else self.snapshot_ids[n].get(key, "1" * 32)
             done = self.runner.run(store.drop(key, snapshot_id=snapshot_id, version=version))
             assert done == (phase in ("frozen", "retired") and not stale), (phase, stale, store)
@@ -206,18 +218,18 @@ class Custody(RuleBasedStateMachine):
     @rule(key=KEYS)
     def supersede(self, key: str) -> None:
         before = self.phase(key)
-        names = self.both("supersede", key)
+        names = self.every("supersede", key)
         attempt = 1 if key.endswith("-a1") else 0
         if before == "absent":
-            assert names == [None, None]
+            assert names == [None] * 3
             return
         self.seen[key.removesuffix("-a1")], self.swept[key.removesuffix("-a1")] = attempt, -1
         if before == "fenced":
-            assert names == [None, None]
+            assert names == [None] * 3
             return
         numbers = [int(each.rpartition("~")[2]) for each in self.keys if each.startswith(f"{key}~")]
         name = f"{key}~{1 + max(numbers, default=0)}"
-        assert names == [name, name]
+        assert names == [name] * 3
         self.keys[name] = self.keys.pop(key)
         for ids in self.snapshot_ids.values():
             ids.pop(key, None)
@@ -228,7 +240,7 @@ class Custody(RuleBasedStateMachine):
         retired = [key for key, state in self.keys.items() if state.phase == "retired"]
         if older_than > wait and retired:
             return  # the model keeps no ages
-        assert self.both("sweep_retired", older_than) == [len(retired)] * 2
+        assert self.every("sweep_retired", older_than) == [len(retired)] * 3
         for key in retired:
             if "~" not in key:
                 name, attempt = key.removesuffix("-a1"), 1 if key.endswith("-a1") else 0
@@ -239,13 +251,14 @@ class Custody(RuleBasedStateMachine):
 
     @rule()
     def reopen(self) -> None:
-        self.runner.run(self.sqlite.close())
-        self.sqlite = self.open()
+        self.runner.run(self.close())
+        self.disk = self.disk.after_power_cut()  # everything was acknowledged: nothing may be missing
+        self.sqlite, self.jsonl = self.open()
 
     # -- what is true after every step
 
     @invariant()
-    def both_stores_list_what_the_model_holds(self) -> None:
+    def all_stores_list_what_the_model_holds(self) -> None:
         if not hasattr(self, "keys"):
             return
         expected = {
@@ -259,7 +272,7 @@ class Custody(RuleBasedStateMachine):
             )
             for key, state in self.keys.items()
         }
-        for infos in self.both("list_captures", retired=True):
+        for infos in self.every("list_captures", retired=True):
             found = {
                 info.rollout_id: (
                     info.state,
@@ -278,14 +291,14 @@ class Custody(RuleBasedStateMachine):
         if not hasattr(self, "keys"):
             return
         for key, state in self.keys.items():
-            receipts = self.both("receipts", key)
-            entries = self.both("open_entries", key)
+            receipts = self.every("receipts", key)
+            entries = self.every("open_entries", key)
             if state.phase == "retired":
-                assert [tuple(r.model_call_id for r in each) for each in receipts] == [tuple(state.puts)] * 2
-                assert entries == [(), ()]
+                assert [tuple(r.model_call_id for r in each) for each in receipts] == [tuple(state.puts)] * 3
+                assert entries == [()] * 3
             else:
-                assert receipts == [None, None]
-                assert [tuple(e.model_call_id for e in each) for each in entries] == [tuple(state.puts)] * 2
+                assert receipts == [None] * 3
+                assert [tuple(e.model_call_id for e in each) for each in entries] == [tuple(state.puts)] * 3
 
 
 TestCustody = Custody.TestCase

@@ -21,6 +21,7 @@ from toprope.capture.jsonl_files import Files, OsFiles
 from toprope.capture.jsonl_threads import KeyedThreads
 from toprope.capture.protocols import BeginAck, CaptureInfo, Intent, PutAck
 from toprope.capture.settling import Changes, InFlight, wait_settled
+from toprope.errors.tree import CaptureClosed
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.lifecycle import typed_reason
 from toprope.tokens.snapshot import Receipt, TokenCaptureSnapshot
@@ -30,7 +31,7 @@ _WHOLE_DIRECTORY = "\0directory"
 
 
 class JsonlStore:
-    """Sink, source, reader, and every optional verb, over the directory `path`, which the first write makes.
+    """Sink, source, reader, and every optional verb, over `directory`, which the first write makes.
 
     Any number of stores in any number of processes that share a working `flock` may use one directory, NeMo Gym's own
     store among them. All verbs raise `CaptureClosed` where the life cycle refuses them, `CaptureError` for a directory
@@ -43,17 +44,17 @@ class JsonlStore:
 
     def __init__(
         self,
-        path: str | Path,
+        directory: str | Path,
         *,
         files: Files | None = None,
         recent_bytes: int = 32 << 20,
         threads: int = 32,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self.path = Path(path)
-        self._epochs = WriterEpochs(self.path / ".writers")
+        self.directory = Path(directory)
+        self._epochs = WriterEpochs(self.directory / ".writers")
         self._changes = Changes()
-        self._captures = JsonlCaptures(self.path, files or OsFiles(), recent_bytes, clock, self._epochs)
+        self._captures = JsonlCaptures(self.directory, files or OsFiles(), recent_bytes, clock, self._epochs)
         self._threads = KeyedThreads("capture-jsonl", threads)
         self._clock = clock
         self.freeze_listeners: list[Callable[[str], None]] = []
@@ -78,8 +79,17 @@ class JsonlStore:
         self._changes.tell(rollout_id)
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "", *, reason: str | None = None) -> None:
-        """Once it returns the loss is durable; `reason` is one of the typed reasons, a detail after a colon."""
-        await self._run(rollout_id, lambda: self._captures.mark(rollout_id, typed_reason(reason, model_call_id)))
+        """Once it returns the loss is durable; `reason` is one of the typed reasons, a detail after a colon.
+
+        Where the disk refuses, the call's open intent says it, also after this process died.
+        """
+        try:
+            await self._run(rollout_id, lambda: self._captures.mark(rollout_id, typed_reason(reason, model_call_id)))
+        except CaptureClosed:
+            raise
+        except Exception:
+            self._epochs.leave_unsaid()
+            raise
 
     async def settle(self, rollout_id: str, timeout_s: float) -> bool:
         """Once it returns no intent of a live writer is open (True), or `timeout_s` seconds are over (False).
