@@ -6,6 +6,9 @@ A writer takes the lock of its epoch's file before its first intent and holds it
 lets go of it in every kind of death. Whoever can take the lock, or finds no file, knows that the writer is gone. The
 files carry nothing that must survive a power cut: after one no writer is alive.
 
+A writer that answered a call and could write down neither its record nor its loss says so in the mode of the file,
+which takes no space on a full disk: nobody may settle its open intents after its death.
+
 An epoch is used by one writer and never again. Files of one machine only, like the stores that use it.
 """
 
@@ -14,9 +17,13 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import stat
 import threading
 from contextlib import suppress
 from pathlib import Path
+
+_UNSAID = stat.S_IXUSR
+"""The mode bit of a writer that answered calls whose loss it could not write down."""
 
 
 class WriterEpochs:
@@ -26,6 +33,7 @@ class WriterEpochs:
         self._directory = directory
         self._held: dict[str, int] = {}
         self._guard = threading.Lock()
+        self._unsaid = False
 
     def hold(self, epoch: str) -> None:
         """On return `epoch` counts as alive for every process, until `close` or the death of this process."""
@@ -63,6 +71,24 @@ class WriterEpochs:
             os.close(handle)
         return False
 
+    def leave_unsaid(self) -> None:
+        """On return the open intents of the epochs held here count as lost whatever becomes of this process."""
+        with self._guard:
+            self._unsaid = True
+            for handle in self._held.values():
+                os.fchmod(handle, os.fstat(handle).st_mode | _UNSAID)
+                with suppress(OSError):  # the death of a process forgets no mode; this is for a power cut
+                    os.fsync(handle)
+
+    def may_have_answered(self, epoch: str) -> bool:
+        """Whether a call that the epoch's writer left open may have had its reply: it lives, or left a loss unsaid."""
+        if self.is_live(epoch):
+            return True
+        try:
+            return bool(self._file(epoch).stat().st_mode & _UNSAID)
+        except FileNotFoundError:
+            return False
+
     def bury(self, epoch: str) -> None:
         """Remove the file of a writer that is known to be dead."""
         with suppress(OSError):  # gone already, or the directory cannot be written: it says the same either way
@@ -72,7 +98,8 @@ class WriterEpochs:
         """On return the epochs held here count as ended. Twice: no-op."""
         with self._guard:
             for epoch, handle in self._held.items():
-                self.bury(epoch)
+                if not self._unsaid:
+                    self.bury(epoch)
                 os.close(handle)
             self._held.clear()
             with suppress(OSError):  # other writers are there, or nothing ever was

@@ -265,7 +265,7 @@ class JsonlCaptures:
         """The open calls that are to be aborted, since their writers died, with the reason."""
         if not shelf.open:
             return {}
-        return dict.fromkeys(to_abort(shelf.begun_calls(), self._epochs.is_live), WRITER_DIED)
+        return dict.fromkeys(to_abort(shelf.begun_calls(), self._epochs.may_have_answered), WRITER_DIED)
 
     def _write_aborts(self, shelf: Shelf, aborts: Mapping[str, str]) -> None:
         """On return they stand in the file of aborts, and their intents nowhere, durably.

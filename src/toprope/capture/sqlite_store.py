@@ -23,6 +23,7 @@ from toprope.capture.sqlite_file import SqliteFile
 from toprope.capture.sqlite_reader import SqliteReader
 from toprope.capture.sqlite_settle import open_writers
 from toprope.capture.sqlite_writer import Operation, SqliteWriter
+from toprope.errors.tree import CaptureClosed
 from toprope.storage.group_commit import GroupCommit
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.lifecycle import typed_reason
@@ -56,7 +57,7 @@ class SqliteStore:
         self._changes = Changes()
         self._reader = SqliteReader(self._file, recent, clock, self._epochs.is_live)
         self._read_thread = ThreadPoolExecutor(1, thread_name_prefix="capture-read")
-        writer = SqliteWriter(self._file, recent, clock, self._epochs.is_live)
+        writer = SqliteWriter(self._file, recent, clock, self._epochs.is_live, self._epochs.may_have_answered)
         self._group: GroupCommit[Operation, Any] = GroupCommit("capture-write", writer.commit, finish=writer.finish)
         self._closed = False
         self.freeze_listeners: list[Callable[[str], None]] = []
@@ -82,8 +83,17 @@ class SqliteStore:
         self._changes.tell(rollout_id)
 
     async def mark_incomplete(self, rollout_id: str, model_call_id: str = "", *, reason: str | None = None) -> None:
-        """Once it returns the loss is durable; `reason` is one of the typed reasons, a detail after a colon."""
-        await self._write(lambda writer: writer.mark(rollout_id, typed_reason(reason, model_call_id)))
+        """Once it returns the loss is durable; `reason` is one of the typed reasons, a detail after a colon.
+
+        Where the disk refuses, the call's open intent says it, also after this process died.
+        """
+        try:
+            await self._write(lambda writer: writer.mark(rollout_id, typed_reason(reason, model_call_id)))
+        except CaptureClosed:
+            raise
+        except Exception:
+            self._epochs.leave_unsaid()
+            raise
 
     async def settle(self, rollout_id: str, timeout_s: float) -> bool:
         """Once it returns no intent of a live writer is open (True), or `timeout_s` seconds are over (False).

@@ -54,11 +54,13 @@ class SqliteWriter:
         recent: RecentCalls[tuple[int, str]],
         clock: Callable[[], float] = time.time,
         is_live: Callable[[str], bool] = lambda epoch: True,
+        may_have_answered: Callable[[str], bool] = lambda epoch: True,
     ) -> None:
         self._file = file
         self._recent = recent
         self._clock = clock
         self._is_live = is_live
+        self._may_have_answered = may_have_answered
         self._connection: sqlite3.Connection | None = None
         self._rows = SqliteRows(clock)
         self._staged: dict[tuple[int, str], tuple[CallIds, tuple[int, str] | None]] = {}
@@ -170,7 +172,7 @@ class SqliteWriter:
         self._rows.add_reasons(row, done.reasons)
 
     def freeze(self, key: str, snapshot_id: str) -> None:
-        row = settle_dead(self._rows, self._rows.key(key), self._is_live)
+        row = settle_dead(self._rows, self._rows.key(key), self._may_have_answered)
         dangling = self._rows.open_intents(row) if row.head.open_intents else ()
         done = self._decide(row, Call(), Freeze(snapshot_id, dangling))
         if done.verdict is Verdict.DONE:
@@ -183,7 +185,7 @@ class SqliteWriter:
         closed_now = 0
         for key in keys_with_open_intents(self._rows.db) if keys is None else keys:
             before = self._rows.key(key)
-            after = settle_dead(self._rows, before, self._is_live)
+            after = settle_dead(self._rows, before, self._may_have_answered)
             closed_now += before.head.open_intents - after.head.open_intents
         return closed_now
 
