@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from toprope import Environment, Verdict, tool
-from toprope.errors.tree import ToolError
+from toprope import Environment, ToolError, Verdict, tool
 
 PRICES = {"tea": 3, "cake": 5, "soup": 8}
 
