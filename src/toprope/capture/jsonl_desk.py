@@ -128,7 +128,8 @@ class Desk:
             for ending in _ANY:
                 stem = names.stem_in(name, ending)
                 if stem is not None:
-                    key = names.key_of(stem) or self._told_key(stem)
+                    key = names.key_of(stem)
+                    key = self._told_key(stem) if key is None else key
                     if key is not None:
                         keys[key] = None
         return list(keys)
