@@ -223,6 +223,23 @@ async def test_a_bad_reply_of_the_environment_server_costs_one_row(tmp_path: Pat
 
 
 @pytest.mark.promise("CO-2")
+@pytest.mark.parametrize("both", [True, False])
+async def test_a_reply_with_both_result_and_failure_or_neither_costs_one_row(tmp_path: Path, both: bool) -> None:
+    async def answer(run: Run) -> dict[str, Any] | Reply:
+        result = run.result(1.0)
+        if run.task_id != "1":
+            return result
+        failure = {"failure_reason": "x", "terminal": False, "failure_kind": "internal", "stage": "seed"}
+        return {**result, "failure": failure} if both else {**result, "result": None}
+
+    summary = await collect_scripted(tmp_path, answer, tasks(3))
+    assert (summary.coverage.measured, summary.coverage.failed) == (2, 1)
+    [failed] = lines(RunDir(tmp_path).failures)
+    assert (failed["failure_kind"], failed["terminal"]) == ("bad_reply", True)
+    assert "exactly one of result and failure" in failed["failure_reason"]
+
+
+@pytest.mark.promise("CO-2")
 async def test_a_verdict_that_uses_a_reserved_key_costs_its_row_and_task_id_is_the_environments_own(
     tmp_path: Path,
 ) -> None:

@@ -308,3 +308,16 @@ async def test_without_a_store_captured_rows_are_unverifiable_and_said_so(run_di
     report = await audit(run_dir, None)
     assert report.ok
     assert report.counts["unverifiable"] == 4
+
+
+async def test_rows_that_no_receipts_stand_behind_are_held_to_their_structure(run_dir: RunDir) -> None:
+    edit(run_dir.results, unaligned)
+    assert "malformed" in kinds(await audit(run_dir, None))
+
+    def as_if_never_captured(rows: Rows) -> None:
+        for row in rows:
+            del row["_ng_token_capture"]
+
+    edit(run_dir.results, as_if_never_captured)
+    report = await prove(run_dir)
+    assert {"changed", "malformed"} <= kinds(report)

@@ -14,6 +14,7 @@ from toprope.errors.kinds import Delivery, Kind
 from toprope.errors.tree import CapacityReached, SessionLost, TransportError
 from toprope.http.app import Route, build_app
 from toprope.http.client import Client
+from toprope.http.exchange import Exchange, Origin, failure
 from toprope.http.replay import BEFORE_DELIVERY, DEDUPLICATED, SAFE, ReplayBounds, Replayer, ReplayPolicy
 from toprope.http.reply import Reply, json_reply
 from toprope.http.request import Request
@@ -238,3 +239,18 @@ async def test_one_ambiguous_attempt_makes_the_whole_call_possibly_delivered(clo
     async with Client(replayer=Replayer(ReplayBounds(2, 15.0), clock=clock, pause=pause)) as client:
         error = await failing(client, url, DEDUPLICATED)
     assert (error.kind, error.delivery) == (Kind.TRANSPORT_UNREACHABLE, Delivery.POSSIBLY_DELIVERED)
+
+
+async def test_a_connection_of_a_later_attempt_is_not_waited_for_beyond_the_budget(clock: Clock) -> None:
+    waits: list[float] = []
+
+    class Nowhere:
+        async def send(self, exchange: Exchange) -> Reply:
+            waits.append(exchange.connect_timeout_s)
+            raise failure(Kind.TRANSPORT_TIMEOUT, exchange, Delivery.NOT_SENT, "no connection")
+
+    replayer = Replayer(ReplayBounds(4, 3.0), clock=clock, pause=clock.pause, jitter=lambda: 1.0)
+    exchange = Exchange("GET", Origin("http", "127.0.0.1:9"), "/", [], None, None, 5.0, 100)
+    with pytest.raises(TransportError):
+        await replayer.send(Nowhere(), exchange, SAFE)
+    assert waits == pytest.approx([5.0, 2.9, 2.7, 2.3])

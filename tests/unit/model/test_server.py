@@ -183,7 +183,7 @@ async def test_a_captured_call_whose_client_left_is_recorded_in_full(serve, note
             await reached.get()
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
-        await notebook.recorded.wait()
+        await asyncio.wait_for(notebook.recorded.wait(), 10)
         assert cancelled == ["4-3"]
         assert [event[0] for event in notebook.events] == ["begin", "record"]
 
