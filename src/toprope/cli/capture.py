@@ -29,15 +29,9 @@ def ls(
 ) -> None:
     """List the captures that are kept: key, state, age, calls, and why.
 
-    \b
-    open         its writer is alive, or of unknown origin
-    dead writer  nobody will write to it any more, and nobody froze it
-    undelivered  frozen, and no row of it is on disk
-    masked       its row is masked; the evidence stays
-    failed       its attempt ended without a verdict
-    abandoned    set aside for a later run under the same key
-    write only   its row was not to be rebuilt (rebuild_response: false)
-    half-dropped its row is delivered; a start or a sweep retires it
+    Kept as: open, dead writer (nobody will write to it any more), undelivered (frozen, no row on disk), masked, failed,
+    abandoned (set aside for a later run), write only (rebuild_response: false), half-dropped (its row is delivered; a
+    start or a sweep retires it).
 
     \b
     toprope capture ls runs/20260101-120000-demo-1a2b
@@ -169,6 +163,42 @@ def sweep(
         f"swept {done['tombstones']} tombstones and {done['evidence']} captures kept as evidence; "
         f"{done['retired']} delivered captures were retired first"
     )
+
+
+@app.command("conformance")
+def conformance(
+    sink: Annotated[
+        str, typer.Option("--sink", metavar="module:Class", help="The sink; also the source if none is named.")
+    ],
+    source: Annotated[str | None, typer.Option("--source", metavar="module:Class", help="The source.")] = None,
+    kwargs: Annotated[
+        str, typer.Option("--kwargs", metavar="JSON", help="Keyword arguments; each end gets those that it takes.")
+    ] = "{}",
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer rounds: seconds instead of minutes.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Check a capture transport of your own: every promise that this program relies on, one line each.
+
+    Other processes build the transport too, and some are killed. Exit status 1 if a check fails.
+
+    \b
+    toprope capture conformance --sink my_store:Store --kwargs '{"path": "/tmp/try.db"}'
+    """
+    from toprope.cli.interrupts import Interrupts, run_async
+    from toprope.launch.transports import arguments, check_transport
+
+    given = arguments(kwargs)
+
+    def tell(outcome: Any) -> None:
+        import msgspec
+
+        typer.echo(msgspec.json.encode(outcome).decode() if json else str(outcome))
+
+    async def command(_: Interrupts) -> bool:
+        return await check_transport(sink, source, given, quick=quick, tell=tell)
+
+    if not run_async(command):
+        raise typer.Exit(1)
 
 
 def _entries_table(entries: tuple[TokenEntry, ...]) -> str:

@@ -1,0 +1,145 @@
+"""Transports that break one promise each, as real ones have: what the conformance suite must catch.
+
+Each is the sqlite store with one fault, so that nothing else is wrong with it. Never use them for anything else.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from toprope.capture.epochs import WriterEpochs
+from toprope.capture.protocols import BeginAck, Intent, PutAck
+from toprope.capture.sqlite_store import SqliteStore
+from toprope.tokens.entry import TokenEntry
+from toprope.tokens.snapshot import Receipt, TokenCaptureSnapshot
+
+
+class MemoryOnly(SqliteStore):
+    """Claims to be durable; what a process put is gone when it is killed, as if it stood in that process's memory."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._place = self.path.with_name(self.path.name + ".memory")
+        self._owner = f"{os.getpid()}-{id(self):x}"
+        self._alive = WriterEpochs(self._place / "alive")
+
+    async def put(self, entry: TokenEntry) -> PutAck:
+        self._alive.hold(self._owner)
+        with (self._place / f"{self._owner}.keys").open("a") as file:
+            file.write(entry.rollout_id + "\n")
+        return await super().put(entry)
+
+    async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
+        for keys in self._place.glob("*.keys"):
+            if rollout_id in keys.read_text().split() and not self._alive.is_live(keys.stem):
+                await super().supersede(rollout_id)
+        return await super().freeze(rollout_id)
+
+    async def close(self) -> None:
+        (self._place / f"{self._owner}.keys").unlink(missing_ok=True)
+        self._alive.close()
+        await super().close()
+
+
+class NoTombstone(SqliteStore):
+    """Forgets a dropped rollout, so that an old worker can bring it back."""
+
+    async def drop(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
+        done = await super().drop(rollout_id, snapshot_id=snapshot_id, version=version)
+        if done:
+            await super().supersede(rollout_id)
+        return done
+
+    async def receipts(self, rollout_id: str) -> tuple[Receipt, ...] | None:
+        return await super().receipts(f"{rollout_id}~1")
+
+
+class AppendsEveryPut(SqliteStore):
+    """A put that is repeated after a lost reply stands there twice."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._again: dict[str, list[TokenEntry]] = {}
+
+    async def put(self, entry: TokenEntry) -> PutAck:
+        there = await self.open_entries(entry.rollout_id)
+        ack = await super().put(entry)
+        if any(each.model_call_id == entry.model_call_id for each in there):
+            self._again.setdefault(entry.rollout_id, []).append(entry)
+        return ack
+
+    async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
+        snapshot = await super().freeze(rollout_id)
+        return replace(snapshot, entries=(*snapshot.entries, *self._again.get(rollout_id, ())))
+
+
+class LosesIntents(SqliteStore):
+    """Says that an intent is written and writes none."""
+
+    async def begin_call(self, rollout_id: str, model_call_id: str, *, intent: Intent | None = None) -> BeginAck:
+        return BeginAck(1, 0)
+
+
+class DropsWhatIsStale(SqliteStore):
+    """Drops what is there now, whatever the caller saw."""
+
+    async def drop(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
+        now = next((info for info in await self.list_captures() if info.rollout_id == rollout_id), None)
+        if now is None or now.snapshot_id is None:
+            return await super().drop(rollout_id, snapshot_id=snapshot_id, version=version)
+        return await super().drop(rollout_id, snapshot_id=now.snapshot_id, version=now.version)
+
+
+class SeesNoOthers(SqliteStore):
+    """A client that goes on reading the state of the moment when it was opened, and its own writes."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._seen: set[tuple[str, str]] = self._reader.ask(
+            lambda connection: set(
+                connection.execute("SELECT k.key, c.call_id FROM call c JOIN capture k ON k.id = c.capture")
+            ),
+            set(),
+        )
+
+    async def put(self, entry: TokenEntry) -> PutAck:
+        ack = await super().put(entry)
+        self._seen.add((entry.rollout_id, entry.model_call_id))
+        return ack
+
+    async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
+        snapshot = await super().freeze(rollout_id)
+        return replace(snapshot, entries=tuple(e for e in snapshot.entries if self._sees(rollout_id, e)))
+
+    async def open_entries(self, rollout_id: str, since: int = 0) -> tuple[TokenEntry, ...]:
+        found = await super().open_entries(rollout_id, since)
+        return tuple(entry for entry in found if self._sees(rollout_id, entry))
+
+    def _sees(self, rollout_id: str, entry: TokenEntry) -> bool:
+        return (rollout_id.partition("~")[0], entry.model_call_id) in self._seen
+
+
+class AcceptsNan(SqliteStore):
+    """Takes a logprob that is no number for one that is."""
+
+    async def put(self, entry: TokenEntry) -> PutAck:
+        if not np.isfinite(entry.generation_log_probs).all():
+            mended = np.nan_to_num(entry.generation_log_probs, nan=-1.0)
+            return await super().put(replace(entry, generation_log_probs=mended))
+        return await super().put(entry)
+
+
+BROKEN: dict[type[SqliteStore], str] = {
+    MemoryOnly: "what_was_acknowledged_survives_the_death_of_its_process",
+    NoTombstone: "a_dropped_rollout_stays_gone",
+    AppendsEveryPut: "the_same_put_twice_is_one_entry",
+    LosesIntents: "an_open_intent_masks_and_a_put_satisfies_it",
+    DropsWhatIsStale: "a_mark_after_freeze_makes_the_old_pair_useless",
+    SeesNoOthers: "put_is_visible_to_another_client_at_once",
+    AcceptsNan: "a_logprob_that_is_no_number_is_refused",
+}
+"""Each broken transport with the one check that fails it."""
