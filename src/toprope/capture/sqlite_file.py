@@ -110,6 +110,12 @@ class SqliteFile:
         with nullcontext() if self._is_archive() else self._lock.held():
             yield
 
+    @contextmanager
+    def locked_to_write(self) -> Iterator[None]:
+        """`locked` for a writer, which knows that the directory can be written: this runs for every commit."""
+        with self._lock.held():
+            yield
+
     def _is_archive(self) -> bool:
         return self.path.parent.exists() and not can_write(self.path.parent)
 

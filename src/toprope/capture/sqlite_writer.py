@@ -1,7 +1,9 @@
 """The writing half of the sqlite store: operations in, one transaction and one device sync for all that waited.
 
-Runs on one thread. Each operation has a savepoint of its own, so that one that fails takes nothing else along; each
-asks `tokens.lifecycle.step` what becomes of it and writes that down. Rows are `sqlite_rows`' affair.
+Runs on one thread. Each operation asks `tokens.lifecycle.step` what becomes of it and writes that down; one that fails
+takes nothing else along. `begin` and `put`, which run for every model call, only decide, and what they decided is
+written together; where that fails, the transaction is undone and every operation runs again, alone in a savepoint. The
+rare verbs always do. Rows are `sqlite_rows`' affair.
 """
 
 from __future__ import annotations
@@ -10,18 +12,19 @@ import sqlite3
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from toprope.capture.fence import Fence, fence_key
 from toprope.capture.packing import pack
 from toprope.capture.prompts import CallIds, RecentCalls
 from toprope.capture.protocols import BeginAck, EntryConflict, Intent, PutAck, closed
 from toprope.capture.sqlite_file import SqliteFile
-from toprope.capture.sqlite_records import DamagedRecord, line_entries, load_ids, read_record, record_hash
+from toprope.capture.sqlite_records import DamagedRecord, line_entries, load_ids, read_record
 from toprope.capture.sqlite_rows import CallRow, KeyRow, SqliteRows
 from toprope.capture.sqlite_settle import keys_with_open_intents, settle_dead
 from toprope.capture.sqlite_sweep import discard
-from toprope.errors.tree import CaptureClosed, CaptureError
+from toprope.errors.tree import CaptureError
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.lifecycle import (
     Abort,
@@ -43,6 +46,22 @@ from toprope.tokens.lifecycle import (
 _REPLAY = "replay_of:"
 
 Operation = Callable[["SqliteWriter"], Any]
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class _NotTogether(Exception):
+    """Some operation of the group cannot be written with the others, or needs to read what was not written yet."""
+
+
+def _alone(verb: Callable[Concatenate[SqliteWriter, P], T]) -> Callable[Concatenate[SqliteWriter, P], T]:
+    """A rare verb, which has statements of its own: it runs in a savepoint."""
+
+    @wraps(verb)
+    def told(writer: SqliteWriter, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return writer._in_savepoint(lambda _: verb(writer, *args, **kwargs))
+
+    return told
 
 
 class SqliteWriter:
@@ -69,27 +88,14 @@ class SqliteWriter:
 
     def commit(self, operations: Sequence[Operation]) -> Sequence[Any]:
         """One answer or exception for each operation, all durable on return. Raises what made all of them fail."""
-        with self._file.locked():
+        with self._file.locked_to_write() if self._connection is not None else self._file.locked():
             if self._connection is None:
                 self._connection = self._file.open_writer()
                 self._rows.use(self._connection)
-            connection = self._connection
-            connection.execute("BEGIN IMMEDIATE")
             try:
-                self._rows.notice_other_writers()
-                answers = [self._one(connection, operation) for operation in operations]
-                connection.execute("COMMIT")
-            except BaseException:
-                self._rows.forget_all()
-                if connection.in_transaction:
-                    connection.execute("ROLLBACK")
-                raise
-            else:
-                for key, (ids, after) in self._staged.items():
-                    self._recent.keep(key, ids, after=after)
-            finally:
-                self._staged.clear()
-        return answers
+                return self._transaction(operations, self._together)
+            except _NotTogether:
+                return self._transaction(operations, self._one_by_one)
 
     def finish(self) -> None:
         """Close the connection; afterwards the file holds everything without its log if nobody else has it open."""
@@ -97,21 +103,70 @@ class SqliteWriter:
             self._file.close(self._connection)
             self._connection = None
 
-    def _one(self, connection: sqlite3.Connection, operation: Operation) -> Any:
+    def _transaction(
+        self, operations: Sequence[Operation], run: Callable[[Sequence[Operation]], list[Any]]
+    ) -> Sequence[Any]:
+        connection = self._rows.db
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            self._rows.notice_other_writers()
+            answers = run(operations)
+            connection.execute("COMMIT")
+        except BaseException:
+            self._rows.forget_all()
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        else:
+            for key, (ids, after) in self._staged.items():
+                self._recent.keep(key, ids, after=after)
+        finally:
+            self._staged.clear()
+        return answers
+
+    def _together(self, operations: Sequence[Operation]) -> list[Any]:
+        answers = [self._answer(operation) for operation in operations]
+        self._flush_all()
+        return answers
+
+    def _one_by_one(self, operations: Sequence[Operation]) -> list[Any]:
+        return [self._answer(partial(SqliteWriter._in_savepoint, operation=each)) for each in operations]
+
+    def _answer(self, operation: Operation) -> Any:
+        try:
+            return operation(self)
+        except _NotTogether:
+            raise
+        except Exception as error:  # given to the caller of this operation; the others go on
+            if not self._rows.db.in_transaction:
+                raise  # SQLite gave up the whole transaction (disk full, I/O error): nobody's write stands
+            return error
+
+    def _flush_all(self) -> None:
+        try:
+            self._rows.flush()
+        except Exception as error:
+            if not self._rows.db.in_transaction:
+                raise
+            raise _NotTogether from error
+
+    def _in_savepoint(self, operation: Callable[[SqliteWriter], T]) -> T:
+        """Run `operation` with everything before it flushed; if it raises, nothing of it stands."""
+        self._flush_all()
+        connection, staged = self._rows.db, len(self._staged)
         connection.execute("SAVEPOINT one")
-        staged = len(self._staged)
         try:
             answer = operation(self)
-        except Exception as error:  # given to the caller of this operation; the others go on
-            if not connection.in_transaction:
-                raise  # SQLite gave up the whole transaction (disk full, I/O error): nobody's write stands
-            connection.execute("ROLLBACK TO one")
-            connection.execute("RELEASE one")
-            if not isinstance(error, CaptureClosed):
-                self._rows.forget_all()  # what it wrote is gone again; a refusal wrote nothing
+            self._rows.flush()
+        except Exception:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK TO one")
+                connection.execute("RELEASE one")
+            self._rows.forget_all()
             while len(self._staged) > staged:
                 self._staged.popitem()
-            return error
+            raise
+        self._rows.forget_calls()  # it may have changed some with statements of its own
         connection.execute("RELEASE one")
         return answer
 
@@ -132,21 +187,23 @@ class SqliteWriter:
         found = self._rows.call(row, call_id)
         done = self._decide(row, found.call, Put(call_id, self._stands(row, found, entry)))
         if done.verdict is Verdict.DONE:
+            parent, ids = self._parent(row, entry)
+            skip = ids.count if ids is not None else 0
+            data = pack(entry, skip=skip)  # the last that can fail: from here on rows are staged
             row = self._rows.exist(row)
-            call_row = found.id
-            if call_row is None:
+            if found.id is None:
                 row = self._rows.insert_call(row, call_id, done.call, None)
-                call_row = row.last_call
-            assert call_row is not None
-            entry_row = self._insert_entry(row, call_row, entry, done.head.entries)
-            self._rows.db.execute("UPDATE call SET entry = ?, abort = NULL WHERE id = ?", (entry_row, call_row))
+                found = CallRow(row.last_call, done.call)
+            entry_row = self._rows.insert_entry(row, call_id, found, done.head.entries, parent, data)
             self._rows.write_head(KeyRow(key, row.id, done.head, row.last_call, entry_row, row.abandoned))
+            self._remember_ids(row, entry, skip)
         elif done.verdict is Verdict.CONFLICT:
             self._rows.write_head(replace(row, head=done.head))
             self._rows.add_reasons(row, done.reasons)
             return EntryConflict(f"call {call_id!r} of {key!r} is recorded with other content")
         return PutAck(done.head.version, done.head.entries)
 
+    @_alone
     def abort(self, key: str, call_id: str, reason: str) -> None:
         row = self._rows.key(key)
         found = self._rows.call(row, call_id)
@@ -164,6 +221,7 @@ class SqliteWriter:
             )
         self._rows.write_head(replace(row, head=done.head))
 
+    @_alone
     def mark(self, key: str, reason: str) -> None:
         row = self._rows.key(key)
         done = self._decide(row, Call(), Mark(reason))
@@ -171,6 +229,7 @@ class SqliteWriter:
         self._rows.write_head(replace(row, head=done.head))
         self._rows.add_reasons(row, done.reasons)
 
+    @_alone
     def freeze(self, key: str, snapshot_id: str) -> None:
         row = settle_dead(self._rows, self._rows.key(key), self._may_have_answered)
         dangling = self._rows.open_intents(row) if row.head.open_intents else ()
@@ -180,6 +239,7 @@ class SqliteWriter:
             self._rows.write_head(replace(row, head=done.head))
             self._rows.add_reasons(row, done.reasons)
 
+    @_alone
     def settle(self, keys: Sequence[str] | None = None) -> int:
         """Settle the intents of dead writers, of every open key if `keys` is None; how many were closed."""
         closed_now = 0
@@ -189,6 +249,7 @@ class SqliteWriter:
             closed_now += before.head.open_intents - after.head.open_intents
         return closed_now
 
+    @_alone
     def drop(self, key: str, snapshot_id: str, version: int, receipts: bytes | None) -> bool:
         row = self._rows.key(key)
         done = self._decide(row, Call(), Drop(snapshot_id, version))
@@ -202,6 +263,7 @@ class SqliteWriter:
             self._rows.write_head(replace(row, head=done.head, last_call=None, last_entry=None))
         return done.verdict in (Verdict.DONE, Verdict.NOTHING)
 
+    @_alone
     def supersede(self, key: str) -> str | None:
         row = self._rows.key(key)
         done = self._decide(row, Call(), Supersede())
@@ -222,6 +284,7 @@ class SqliteWriter:
         self._rows.db.execute("UPDATE capture SET key = ?, abandoned = 1 WHERE id = ?", (name, row.id))
         return name
 
+    @_alone
     def sweep(self, older_than: float) -> int:
         limit = self._clock() - older_than
         old = self._rows.db.execute(
@@ -239,6 +302,7 @@ class SqliteWriter:
                 self._rows.write_fence(rollout, self._rows.fence(rollout).swept_to(attempt))
         return len(old)
 
+    @_alone
     def discard(self, keys: Sequence[str]) -> tuple[str, ...]:
         return discard(self._rows, keys, self._is_live)
 
@@ -250,22 +314,13 @@ class SqliteWriter:
             raise closed(row.key, row.head.phase, event.verb)
         return done
 
-    def _insert_entry(self, row: KeyRow, call_row: int, entry: TokenEntry, ordinal: int) -> int:
-        parent, ids = self._parent(row, entry)
-        skip = ids.count if ids is not None else 0
-        data = pack(entry, skip=skip)
-        digest = record_hash(row.last_entry, ordinal, call_row, parent, data)
-        cursor = self._rows.db.execute(
-            "INSERT INTO entry (prev, ordinal, call, parent, hash, data) VALUES (?, ?, ?, ?, ?, ?)",
-            (row.last_entry, ordinal, call_row, parent, digest, data),
-        )
+    def _remember_ids(self, row: KeyRow, entry: TokenEntry, skip: int) -> None:
+        if entry.prompt_is_delta:
+            return
         assert row.id is not None
-        assert cursor.lastrowid is not None
-        if not entry.prompt_is_delta:
-            after = (row.id, entry.parent_call_id) if skip and entry.parent_call_id is not None else None
-            whole = CallIds(entry.prompt_token_ids, entry.generation_token_ids)
-            self._staged[row.id, entry.model_call_id] = whole, after
-        return cursor.lastrowid
+        after = (row.id, entry.parent_call_id) if skip and entry.parent_call_id is not None else None
+        whole = CallIds(entry.prompt_token_ids, entry.generation_token_ids)
+        self._staged[row.id, entry.model_call_id] = whole, after
 
     def _parent(self, row: KeyRow, entry: TokenEntry) -> tuple[int | None, CallIds | None]:
         """The parent's row, and its ids if this whole prompt really begins with them and can go without."""
@@ -279,6 +334,7 @@ class SqliteWriter:
         staged = self._staged.get(place)
         ids = staged[0] if staged is not None else self._recent.get(place)
         if ids is None:
+            self._must_be_written(parent)
             try:
                 ids = load_ids(self._rows.db, row.id, parent, self._recent)
             except DamagedRecord:
@@ -289,8 +345,13 @@ class SqliteWriter:
         """Whether the entry that stands under the call's id has the same bytes as `entry`."""
         if found.entry is None or row.id is None:
             return False
+        self._must_be_written(found.entry)
         record = read_record(self._rows.db, found.entry)
         there = line_entries(self._rows.db, row.id, [record], self._recent, whole=False).entries
         if not there:
             raise CaptureError(f"call {entry.model_call_id!r} of {row.key!r} was put before and its record is damaged")
         return pack(there[0]) == pack(replace(entry, client_gone=there[0].client_gone) if record.replayed else entry)
+
+    def _must_be_written(self, entry: int) -> None:
+        if self._rows.is_unwritten(entry):
+            raise _NotTogether
