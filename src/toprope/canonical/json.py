@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+_decoder = msgspec.json.Decoder()
 _encoder = msgspec.json.Encoder()
 _sorted_encoder = msgspec.json.Encoder(order="sorted")
 
@@ -22,6 +23,10 @@ class NotJson(ValueError):
 def loads(data: bytes | str) -> Any:
     """Parse strict JSON. Integers keep all digits; NaN, Infinity and numbers beyond floats raise `NotJson`."""
     try:
+        return _decoder.decode(data)
+    except (ValueError, RecursionError):  # refused: the standard library may take it (lone surrogates), or says why
+        pass
+    try:
         text = data if isinstance(data, str) else data.decode("utf-8")
         return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
@@ -30,21 +35,24 @@ def loads(data: bytes | str) -> Any:
 
 def dumps(value: Any) -> bytes:
     """Compact JSON. Raises `NotJson` naming the path of a value that cannot be stored (NaN, infinities, bytes, ...)."""
-    check_finite(value)
     return _dumps(value, _encoder, sort=False)
 
 
 def canonical(value: Any) -> bytes:
     """Compact JSON with sorted keys: equal values give equal bytes. Raises `NotJson` as `dumps` does."""
-    check_finite(value)
     return _dumps(value, _sorted_encoder, sort=True)
 
 
 def _dumps(value: Any, encoder: msgspec.json.Encoder, *, sort: bool) -> bytes:
     try:
-        return encoder.encode(value)
+        data = encoder.encode(value)
+        if b"null" not in data:  # where a NaN would stand: the encoder writes one as null
+            return data
     except (UnicodeEncodeError, OverflowError, TypeError, ValueError, RecursionError):
-        pass  # the standard library may carry it: big integers, lone surrogates
+        data = b""  # the standard library may carry it: big integers, lone surrogates
+    check_finite(value)
+    if data:
+        return data
     try:
         text = json.dumps(value, separators=(",", ":"), sort_keys=sort, allow_nan=False, ensure_ascii=True)
     except (TypeError, ValueError, RecursionError) as error:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toprope.tokens.entry import BadRecord, TokenEntry, WeightSpan, as_ids, as_log_probs
+from toprope.tokens.hashing import ChainHash
 from toprope.tokens.lineage import ParentChoice
 from toprope.tokens.sampled import SampledTokens
 from toprope.tokens.snapshot import INCOMPLETE_REASONS
@@ -63,8 +64,13 @@ def judged(call: CallEvidence) -> SampledTokens:
     return SampledTokens(prompt, generation, log_probs, tokens.grammar_forced)
 
 
-def record_of(call: CallEvidence, tokens: SampledTokens, choice: ParentChoice, created_at: float) -> TokenEntry:
-    """The record of the call, with its whole prompt. `tokens` were judged. Raises `BadRecord` as `TokenEntry` does."""
+def record_of(
+    call: CallEvidence, tokens: SampledTokens, choice: ParentChoice, chain: ChainHash, created_at: float
+) -> TokenEntry:
+    """The record of the call, with its whole prompt; `chain` is the hash of prompt and generation.
+
+    `tokens` were judged. Raises `BadRecord` as `TokenEntry` does.
+    """
     items = tuple(dict(item) for item in call.output_items)
     return TokenEntry(
         rollout_id=call.key,
@@ -86,7 +92,7 @@ def record_of(call: CallEvidence, tokens: SampledTokens, choice: ParentChoice, c
         parent_call_id=choice.parent_call_id,
         parent_resolution_reason=choice.reason,
         cum_len=len(tokens.prompt_token_ids) + len(tokens.generation_token_ids),
-        chain_hash=choice.prompt_hash.extend(tokens.generation_token_ids).hexdigest(),
+        chain_hash=chain.hexdigest(),
         finish_reason=call.finish_reason,
         sampling=dict(call.sampling),
         weight_versions=call.weight_versions,

@@ -86,7 +86,10 @@ class PromptArena:
 
         Raises `KeyError` for a parent that was not placed.
         """
-        buffer, end = self._ends[parent] if parent is not None else (_Buffer(_FIRST_CAPACITY), 0)
+        if parent is not None:
+            buffer, end = self._ends[parent]
+        else:
+            buffer, end = _Buffer(max(_FIRST_CAPACITY, len(suffix) + len(generation))), 0
         if end != buffer.used:  # another child already continued here: this line of descent gets its own buffer
             fork = _Buffer(max(_FIRST_CAPACITY, end + len(suffix) + len(generation)))
             fork.append(buffer.ids[:end])

@@ -222,8 +222,9 @@ class Recorder:
                 return self._deferred(call, tokens)
         # From here to the end nothing is awaited: a parallel call sees either none of this or all.
         choice = decide(rollout.history, call.request_items, tokens.prompt_token_ids)
-        entry = record_of(call, rollout.laid_out(call.call_id, choice, tokens), choice, self._clock())
-        rollout.history.add(entry, choice.marks)
+        chain = choice.prompt_hash.extend(tokens.generation_token_ids)
+        entry = record_of(call, rollout.laid_out(call.call_id, choice, tokens), choice, chain, self._clock())
+        rollout.history.add(entry, choice.marks, chain=chain)
         self._grow(
             call.key, rollout, len(tokens.prompt_token_ids) - choice.suffix_start + len(entry.generation_log_probs)
         )
@@ -238,7 +239,8 @@ class Recorder:
             prompt_hash=ChainHash.of(tokens.prompt_token_ids),
             item_digests=marks,
         )
-        return record_of(call, tokens, choice, self._clock())
+        chain = choice.prompt_hash.extend(tokens.generation_token_ids)
+        return record_of(call, tokens, choice, chain, self._clock())
 
     async def _abort(self, key: str, call_id: str, reason: str, marks: tuple[str, ...]) -> None:
         if not reason.startswith("replay_of:"):

@@ -61,7 +61,7 @@ class ParentChoice:
 class _Request:
     """A recent request and the call that it became. It began with the `before` marks of `continues`' request."""
 
-    items: list[Mapping[str, Any]]
+    items: tuple[Mapping[str, Any], ...]
     marks: tuple[str, ...]
     continues: _Node | None
     before: int
@@ -88,7 +88,7 @@ class _Strand:
     """Ids [start, start + size) of some sequences; the ids before `start` stand on the strand that it forks from."""
 
     start: int
-    ids: NDArray[np.uint32] = field(default_factory=lambda: np.zeros(64, dtype=np.uint32))
+    ids: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, dtype=np.uint32))
     size: int = 0
     forks: dict[tuple[int, int], _Strand] = field(default_factory=dict)
     ends: list[int] = field(default_factory=list)
@@ -97,7 +97,7 @@ class _Strand:
     def append(self, ids: NDArray[np.uint32]) -> None:
         need = self.size + len(ids)
         if need > len(self.ids):
-            grown = np.zeros(max(need, 2 * len(self.ids)), dtype=np.uint32)
+            grown = np.empty(max(need, 2 * len(self.ids)), dtype=np.uint32)
             grown[: self.size] = self.ids[: self.size]
             self.ids = grown
         self.ids[self.size : need] = ids
@@ -136,12 +136,14 @@ class LineageHistory:
     def __contains__(self, call_id: object) -> bool:
         return call_id in self._nodes
 
-    def add(self, entry: TokenEntry, request_digests: Sequence[str] | None = None) -> None:
+    def add(
+        self, entry: TokenEntry, request_digests: Sequence[str] | None = None, *, chain: ChainHash | None = None
+    ) -> None:
         """Index one recorded call; `entry` has its whole prompt. A call id that is there already changes nothing.
 
         `request_digests` are the marks of its request, best the very tuple of `ParentChoice.marks`. Without them the
-        entry's own `item_digests` serve, which is enough to rebuild a history after a restart. Raises `ValueError` for
-        a delta prompt.
+        entry's own `item_digests` serve, which is enough to rebuild a history after a restart. `chain` is the state of
+        the entry's chain hash, if it is at hand. Raises `ValueError` for a delta prompt.
         """
         if entry.prompt_is_delta:
             raise ValueError(f"call {entry.model_call_id}: lineage needs the whole prompt, not a delta")
@@ -160,12 +162,14 @@ class LineageHistory:
         request = next((each for each in self._recent if each.marks is request_digests), None)
         # `decide` compared the ids of the parent that it found; a claim from elsewhere is compared here.
         after = parent if request is not None or self._is_begun_by(prompt, parent) else None
+        if chain is None:
+            chain = self.prompt_hash(after, prompt).extend(generated)
         node = _Node(
             call_id=entry.model_call_id,
             prompt_len=len(prompt),
             cum_len=len(prompt) + len(generated),
             strand=self._trunk,
-            blocks=self.prompt_hash(after, prompt).extend(generated).blocks,
+            blocks=chain.blocks,
             parent=parent,
             own_marks=(*new, *wrote),
             own_output=wrote,
@@ -222,12 +226,14 @@ class LineageHistory:
 
     def marks_of(self, items: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
         """`item_digests(items)`; what a recent request began with is not digested again."""
-        request = list(items)
-        known = max(
-            (each for each in self._recent if request[: len(each.items)] == each.items),
-            key=lambda each: len(each.items),
-            default=_Request([], (), None, 0),
-        )
+        request = tuple(items)
+        known = _Request((), (), None, 0)
+        for each in sorted(self._recent, key=lambda recent: len(recent.items), reverse=True):
+            size = len(each.items)
+            # The last item first: it tells most conversations apart without a look at what they begin with.
+            if size and size <= len(request) and request[size - 1] == each.items[-1] and request[:size] == each.items:
+                known = each
+                break
         marks = known.marks + item_digests(request[len(known.items) :])
         others = [each for each in self._recent if each is not known]
         self._recent = [*others[1 - _RECENT_REQUESTS :], _Request(request, marks, known.node, len(known.marks))]

@@ -52,7 +52,7 @@ class ChatReply:
     token_fault: str | None = None
 
 
-class _TokenLogprob(msgspec.Struct):
+class _TokenLogprob(msgspec.Struct, gc=False):  # hundreds a reply, which would wake the collector every other reply
     logprob: float
 
 
@@ -212,7 +212,11 @@ def _ids(values: list[int] | None) -> NDArray[np.uint32] | None:
     """`array` refuses what is no u32 and is three times as fast as numpy on a list."""
     if values is None:
         return None
-    return np.frombuffer(array("I", values), dtype=np.uint32) if values else np.zeros(0, dtype=np.uint32)
+    if not values:
+        return np.zeros(0, dtype=np.uint32)
+    ids = np.frombuffer(array("I", values), dtype=np.uint32)
+    ids.flags.writeable = False  # nobody else has the buffer: whoever keeps the ids need not copy them
+    return ids
 
 
 def _finite_or_null(value: Any) -> Any:
