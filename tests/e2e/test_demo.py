@@ -6,11 +6,13 @@ bounds below are missed once in some thousand runs.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -87,18 +89,53 @@ def test_every_row_holds_contiguous_prompts_and_finite_logprobs_and_the_tool_tur
     assert turns["tool_sums"].count(2) > 24, "a call that was cut by its token limit ends the rollout after one turn"
 
 
+Rows = list[dict[str, Any]]
+
+
+def sampled(row: dict[str, Any]) -> Any:
+    return [item.get("generation_token_ids") for item in row["response"]["output"]]
+
+
+def change_one_id(found: Rows) -> None:
+    found[5]["response"]["output"][0]["generation_token_ids"][0] ^= 1
+
+
+def change_one_id_and_every_digest(found: Rows) -> None:
+    """Whatever stands in the row and looks like a digest is made to fit what it says now."""
+    change_one_id(found)
+    said = json.dumps(found[5]["response"], sort_keys=True).encode()
+    text, changed = DIGEST.subn(hashlib.sha256(said).hexdigest(), json.dumps(found[5]["_ng_token_capture"]))
+    assert changed
+    found[5]["_ng_token_capture"] = json.loads(text)
+
+
+def exchange_two(found: Rows) -> None:
+    """Two that said different things: a small model may well give one answer twice, to the last bit."""
+    first = found[3]
+    second = next(row for row in found if sampled(row) != sampled(first))
+    for key in ("response", "_ng_token_capture"):
+        first[key], second[key] = second[key], first[key]
+
+
+DIGEST = re.compile(r"\b[0-9a-f]{32,64}\b")
+
+
 @pytest.mark.promise("UX-5")
-def test_the_demo_is_proven_until_one_generated_id_is_changed(demo: Demo) -> None:
+@pytest.mark.promise("CP-17")
+@pytest.mark.parametrize("forge", [change_one_id, change_one_id_and_every_digest, exchange_two])
+def test_the_demo_is_proven_until_somebody_changes_a_row(demo: Demo, forge: Callable[[Rows], None]) -> None:
     place, _ = demo
     assert toprope(place, "audit", "out").returncode == 0
     path = place / "out/results.jsonl"
     original = path.read_bytes()
     changed = rows(path)
-    item = changed[5]["response"]["output"][0]
-    item["generation_token_ids"][0] ^= 1
+    forge(changed)
     path.write_bytes(b"".join(json.dumps(row, separators=(",", ":")).encode() + b"\n" for row in changed))
     try:
-        assert toprope(place, "audit", "out").returncode == 1
+        proof = toprope(place, "audit", "out", "--json")
+        assert proof.returncode == 1
+        kinds = {breach["kind"] for breach in json.loads(proof.stdout)["breaches"]}
+        assert "not_sampled" in kinds, "the capture record itself speaks against it, not only the journal"
     finally:
         path.write_bytes(original)
 

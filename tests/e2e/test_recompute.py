@@ -11,16 +11,16 @@ import asyncio
 import importlib.util
 import json
 from collections.abc import Callable, Iterator
+from importlib.resources import as_file, files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-pytest.importorskip("torch")
-pytest.importorskip("transformers")
-pytest.importorskip("onnxruntime")
-
+from toprope.launch.config import load_configuration
+from toprope.launch.run import RunJob
 from toprope.servers.model.engines.base import EngineRequest, SampledTokens
 from toprope.servers.model.engines.embedded.engine import EmbeddedEngine
 from toprope.wire.responses import Item, ResponsesRequest, Tool
@@ -113,6 +113,37 @@ def test_an_independent_forward_pass_agrees_on_every_delivered_token(recompute, 
         assert len(theirs) == len(ids) == len(tokens.generation_log_probs)
         worst = max(worst, float(np.abs(theirs - tokens.generation_log_probs).max()))
         count += len(ids)
+    assert count >= 200
+    assert worst < THRESHOLD
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Rows of the demo's configuration as they stand on disk: plain answers, and forced calls with the turn after."""
+    out = tmp_path_factory.mktemp("run") / "out"
+    tasks = "[{generate: sums, size: 4, seed: 1}, {generate: tool_sums, size: 4, seed: 1}]"
+    with as_file(files("toprope.launch") / "demo.yaml") as demo:
+        configuration = load_configuration(demo, [f"run.tasks={tasks}", "run.repeats=3", f"run.out={out}"], {})
+    summary = asyncio.run(RunJob(configuration).collect())
+    assert summary.exit_status == 0, summary.message
+    return [json.loads(line) for line in (out / "results.jsonl").read_bytes().splitlines()]
+
+
+@pytest.mark.promise("CP-14")
+def test_the_rows_of_a_run_hold_what_an_independent_forward_pass_gives(recompute, rows) -> None:
+    worst, count, turns = 0.0, 0, set()
+    for row in rows:
+        items = [item for item in row["response"]["output"] if "generation_token_ids" in item]
+        turns.add(len(items))
+        whole = items[-1]["prompt_token_ids"] + items[-1]["generation_token_ids"]
+        theirs = recompute(whole, 1)  # each item's prompt extends the one before: one pass proves them all
+        for item in items:
+            start, ids = len(item["prompt_token_ids"]), item["generation_token_ids"]
+            assert whole[: start + len(ids)] == item["prompt_token_ids"] + ids
+            differences = np.abs(theirs[start - 1 : start - 1 + len(ids)] - item["generation_log_probs"])
+            worst = max(worst, float(differences.max()))
+            count += len(ids)
+    assert turns >= {1, 2}
     assert count >= 200
     assert worst < THRESHOLD
 
