@@ -1,7 +1,7 @@
 """freeze -> build -> row written -> synced -> outcome -> dropped: a real collector is killed at every step.
 
 What is left must lead to exactly one delivered row, and the tokens are in the row or still in custody, never in
-neither. What restarts is the library's own half of a restart: `delivered_of` the row and retire, or finalize again.
+neither. A restart reconciles; where no row was written, finalizing again gives the same row.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import pytest
 from tests.crash.nursery import Fate, Nursery
 from tests.crash.scenes import LATE, STORES, TURNS
 
-from toprope.capture.delivery import delivered_of, finalize_rollout_token_capture, retire_rollout_token_capture
+from toprope.capture.delivery import finalize_rollout_token_capture
 from toprope.collector.audit import audit
+from toprope.collector.reconcile import Reconciled, reconcile
 from toprope.results.layout import RunDir
 from toprope.storage.rows import read_rows
 from toprope.tokens.lifecycle import Phase
@@ -36,12 +37,6 @@ def generated(row: dict[str, Any]) -> list[list[int]]:
 
 async def state_of(source: Any, key: str) -> str:
     return next((str(i.state) for i in await source.list_captures(retired=True) if i.rollout_id == key), "absent")
-
-
-async def restart(directory: Path, source: Any) -> None:
-    """Retire the captures of rows that are delivered, with what stands in the row."""
-    for row in whole_rows(directory):
-        await retire_rollout_token_capture(row["_ng_rollout_id"], source, delivered_of(row))
 
 
 async def check(directory: Path, fate: Fate, store: str, where: str, verdict: dict[str, Any], lost: bool) -> str:
@@ -66,14 +61,14 @@ async def check(directory: Path, fate: Fate, store: str, where: str, verdict: di
         assert row["mask_sample"] == lost, where
         if lost:
             assert state == Phase.FROZEN, where  # evidence stays
-            await restart(directory, source)
+            assert (await reconcile(RunDir(directory), source)).retired == (), where
             assert await state_of(source, KEY) == Phase.FROZEN, where
             assert [e.model_call_id for e in (await source.freeze(KEY)).entries] == ["call-0001", "call-0002"]
             return "row"
         assert generated(row) == GENERATED, where
         assert state in (Phase.FROZEN, Phase.RETIRED), where
-        for _ in range(2):  # a restart that dies and comes again changes nothing
-            await restart(directory, source)
+        for retired in ((KEY,) if state == Phase.FROZEN else (), ()):  # a second start finds nothing to do
+            assert await reconcile(RunDir(directory), source) == Reconciled(retired, ()), where
             assert await state_of(source, KEY) == Phase.RETIRED, where
         refound = await finalize_rollout_token_capture(verdict, source, settle_s=0)
         assert refound is not None
