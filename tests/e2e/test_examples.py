@@ -211,6 +211,27 @@ def test_the_till_runs_from_any_directory_and_its_run_is_proven(tmp_path: Path) 
     assert python(tmp_path, "-m", "toprope", "audit", "out").returncode == 0
 
 
+def test_serve_tells_people_the_base_url_of_a_captured_rollout(tmp_path: Path) -> None:
+    server = subprocess.Popen(
+        [sys.executable, "-m", "toprope", "serve", str(FOREIGN / "serve.yaml"), "--out", "served"],
+        cwd=tmp_path,
+        env={**os.environ, "POLICY_PORT": "0"},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert server.stdout is not None
+    try:
+        said = ""
+        while "Ctrl-C stops the servers" not in said:
+            line = server.stdout.readline()
+            assert line, said
+            said += line
+        assert re.search(r"http://127\.0\.0\.1:\d+/ng-rollout/<key>/training-token-capture/v1$", said, re.MULTILINE)
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.wait(timeout=60)
+
+
 @pytest.mark.promise("UX-2")
 def test_a_directory_without_captures_is_named(tmp_path: Path) -> None:
     for name, said in (("nowhere", "there is no such directory"), (".", "nothing was captured here")):

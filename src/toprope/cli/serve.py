@@ -66,5 +66,9 @@ def _announce(addresses: Sequence[ServerAddress], directory: Path, *, as_json: b
         typer.echo('{"ready":true}')
     else:
         typer.echo(columns(["server", "role", "url"], [(a.name, a.role, a.url) for a in addresses]), nl=False)
+        for address in addresses:
+            if address.role == "model":
+                base = f"{address.url}/ng-rollout/<key>/training-token-capture/v1"
+                typer.echo(f"{address.name}: the base URL of a captured rollout is {base}")
         typer.echo(f"captures go to {directory}; Ctrl-C stops the servers")
     sys.stdout.flush()
