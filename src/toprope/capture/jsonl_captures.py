@@ -167,14 +167,14 @@ class JsonlCaptures:
         for key in self._desk.captures():
             with self._desk.opened(key, write=False, make=False) as shelf:
                 state = shelf.state
-                if state is not None and state.retired and (state.retired_at or 0.0) <= limit:
+                if state is not None and state.retired and _retired_at(shelf) <= limit:
                     old.append(key)
         return old
 
     def sweep(self, key: str, limit: float) -> bool:
         with self._desk.opened(key, write=True, make=False) as shelf:
             state = shelf.state
-            if state is None or not state.retired or (state.retired_at or 0.0) > limit:
+            if state is None or not state.retired or _retired_at(shelf) > limit:
                 return False
             if self._decide(shelf, Call(), Sweep()).verdict is not Verdict.DONE:
                 return False
@@ -302,6 +302,14 @@ class JsonlCaptures:
         shelf.lines += 1
         shelf.saw_entry(entry.model_call_id, Place.of(offset, line, entry))
         keep_ids(shelf, entry, self._recent, after=entry.parent_call_id if ids is not None else None)
+
+
+def _retired_at(shelf: Shelf) -> float:
+    """When a rollout was retired; of one that NeMo Gym retired, when its state file was last written."""
+    if shelf.state is not None and shelf.state.retired_at is not None:
+        return shelf.state.retired_at
+    stat = shelf.stats.get(names.STATE)
+    return stat.mtime_ns / 1e9 if stat is not None else 0.0
 
 
 def _intent_values(call_id: str, intent: Intent) -> dict[str, Any]:

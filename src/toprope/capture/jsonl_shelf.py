@@ -243,8 +243,7 @@ class Shelf:
     def _forget(self) -> None:
         blank = Shelf(self.key, self.base, self.files)
         for name in self.__slots__:
-            if name != "fresh":
-                setattr(self, name, getattr(blank, name))
+            setattr(self, name, getattr(blank, name))
 
     def _read_state(self, stat: FileStat | None) -> None:
         data = self.files.read(self.path(names.STATE)) if stat is not None else b""

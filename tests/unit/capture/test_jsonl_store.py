@@ -430,6 +430,36 @@ async def test_several_processes_write_one_rollout_and_nothing_is_lost(store: Js
     assert not snapshot.incomplete
 
 
+async def test_what_one_store_read_another_may_retire_supersede_and_write_anew(store: JsonlStore) -> None:
+    other = JsonlStore(store.directory)
+    await store.put(sample_entry("k", "c1"))
+    assert len(await other.open_entries("k")) == 1
+    snapshot = await store.freeze("k")
+    assert await store.drop("k", snapshot_id=snapshot.snapshot_id, version=snapshot.version)
+    with pytest.raises(CaptureClosed):
+        await other.put(sample_entry("k", "c2"))
+    await store.supersede("k")
+    told: dict[str, Any] = {"parent_decision": "resolved", "parent_call_id": "c1"}
+    await store.put(sample_entry("k", "c1", prompt=[7, 8, 9]))
+    await other.put(sample_entry("k", "c2", prompt=[7, 8, 9, 100, 101, 5], **told))
+    await other.put(sample_entry("k", "c3", prompt=[1, 2, 3, 100, 101, 5], **told))
+    prompts = [e.prompt_token_ids.tolist() for e in (await store.freeze("k")).entries]
+    assert prompts == [[7, 8, 9], [7, 8, 9, 100, 101, 5], [1, 2, 3, 100, 101, 5]]
+    await other.close()
+
+
+async def test_tombstones_go_by_age_and_those_of_nemo_gym_by_the_age_of_their_file(store: JsonlStore) -> None:
+    nemo_files(store, "theirs", [], frozen=True, retired=True, snapshot_id="s")
+    snapshot = await store.freeze("ours")
+    assert await store.drop("ours", snapshot_id=snapshot.snapshot_id, version=snapshot.version)
+    assert await store.sweep_retired(3600.0) == 0
+    assert await store.sweep_retired(-1.0) == 2
+    assert await store.list_captures(retired=True) == ()
+    for key in ("ours", "theirs"):
+        with pytest.raises(CaptureClosed):
+            await store.begin_call(key, "c1")
+
+
 async def test_a_rollout_whose_lock_is_held_waits_and_the_others_do_not(store: JsonlStore) -> None:
     await store.put(sample_entry("k", "c1"))
     lock = FileLock(file(store, "k.tokens.lock"))
