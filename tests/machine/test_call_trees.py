@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.campaigns import campaign
 from tests.machine.call_trees import breaches, grow, must_train, witnesses
 
 from toprope.trajectory.build import Masked, Trainable, build
 
-EXAMPLES = int(os.environ.get("TOPROPE_CALL_TREES", "2000"))
-
 
 @pytest.mark.promise("CP-9")
+@pytest.mark.parametrize("trees", campaign(2000, 50_000))
 @pytest.mark.parametrize("deliver", ["single", "all_chains"])
-def test_no_unsampled_token_is_trained_and_no_lost_one_is_context(deliver: str) -> None:
+def test_no_unsampled_token_is_trained_and_no_lost_one_is_context(deliver: str, trees: int) -> None:
     outcomes: Counter[str] = Counter()
-    for seed in range(EXAMPLES):
+    for seed in range(trees):
         tree = grow(seed)
         built = build(tree.snapshot, terminal=witnesses(tree), deliver=deliver)  # type: ignore[arg-type]
         assert breaches(tree, built) == [], f"seed {seed}"
@@ -34,9 +33,9 @@ def test_no_unsampled_token_is_trained_and_no_lost_one_is_context(deliver: str) 
         else:
             outcomes["trained"] += 1
     # The trees must be worth reading: each kind of trouble occurs, and a good share trains.
-    assert outcomes["trained"] > EXAMPLES / 4
-    assert outcomes["masked"] > EXAMPLES / 10
-    assert outcomes["had to train"] > EXAMPLES / 20
+    assert outcomes["trained"] > trees / 4
+    assert outcomes["masked"] > trees / 10
+    assert outcomes["had to train"] > trees / 20
     wanted = {"incomplete", "unresolved_parent", "terminal_not_captured", "terminal_empty", "conflict"}
     if deliver == "single":
         wanted |= {"several_chains", "several_roots", "unresolved_retry", "parent_missing", "parent_mismatch"}

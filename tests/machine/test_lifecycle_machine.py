@@ -17,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.campaigns import SCALE
 
 from toprope.capture.jsonl_store import JsonlStore
 from toprope.capture.memory_store import MemoryStore
@@ -255,6 +256,18 @@ class Custody(RuleBasedStateMachine):
         self.disk = self.disk.after_power_cut()  # everything was acknowledged: nothing may be missing
         self.sqlite, self.jsonl = self.open()
 
+    @rule()
+    def kill(self) -> None:
+        """The process dies between two verbs: nothing is closed, the files are all there is."""
+        left = {
+            name: (self.dir / name).read_bytes() for name in ("c.sqlite", "c.sqlite-wal") if (self.dir / name).exists()
+        }
+        self.runner.run(self.close())
+        for name, data in left.items():
+            (self.dir / name).write_bytes(data)
+        self.disk = self.disk.after_power_cut()
+        self.sqlite, self.jsonl = self.open()
+
     # -- what is true after every step
 
     @invariant()
@@ -304,4 +317,14 @@ class Custody(RuleBasedStateMachine):
 TestCustody = Custody.TestCase
 TestCustody.settings = settings(
     max_examples=30, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True
+)
+
+
+@pytest.mark.long
+class TestCustodyAtLength(Custody.TestCase):  # type: ignore[name-defined,misc]
+    """The same walk, longer and from new seeds; a failure prints how to repeat it."""
+
+
+TestCustodyAtLength.settings = settings(
+    max_examples=1000 * SCALE, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
 )
