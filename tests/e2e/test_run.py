@@ -113,6 +113,15 @@ def test_a_run_brings_back_every_rollout_with_its_tokens_and_is_proven(place: Pa
     proof = toprope(place, "audit", "out")
     assert proof.returncode == 0, proof.stdout
     assert "proven 6" in proof.stdout
+    assert proof.stdout.endswith("audit: proven\n")
+
+
+def test_a_run_whose_receipts_are_gone_is_not_called_proven(place: Path) -> None:
+    assert toprope(place, "run", "ledger.yaml", "--out", "out").returncode == 0
+    for file in (place / "out").glob("capture.sqlite*"):
+        file.unlink()
+    proof = toprope(place, "audit", "out")
+    assert proof.stdout.endswith("no breach found, 6 captured rows not proven: the receipts of their calls are gone\n")
 
 
 @pytest.mark.promise("UX-5")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from toprope.collector.audit import AuditReport
 
 
 def audit(
@@ -20,7 +23,6 @@ def audit(
     toprope audit runs/20260101-120000-demo-1a2b
     """
     from toprope.cli.interrupts import Interrupts, run_async
-    from toprope.collector.audit import AuditReport
     from toprope.collector.audit import audit as prove
     from toprope.launch.evidence import capture_store, existing_directory
 
@@ -39,8 +41,17 @@ def audit(
         for note in report.notes:
             typer.echo(f"note: {note}")
         typer.echo(", ".join(f"{name} {count}" for name, count in report.counts.items()))
-        typer.echo("audit: proven" if report.ok else f"audit: {len(report.breaches)} breaches")
+        typer.echo(f"audit: {_verdict(report)}")
     raise typer.Exit(0 if report.ok else 1)
+
+
+def _verdict(report: AuditReport) -> str:
+    if not report.ok:
+        return f"{len(report.breaches)} breach{'es' * (len(report.breaches) > 1)}"
+    unverifiable = report.counts["unverifiable"]
+    if unverifiable:
+        return f"no breach found, {unverifiable} captured rows not proven: the receipts of their calls are gone"
+    return "proven"
 
 
 def _print_json(report: object) -> None:
