@@ -175,6 +175,55 @@ async def test_a_bad_put_does_not_take_its_group_along(tmp_path: Path) -> None:
     await store.close()
 
 
+async def test_what_cannot_be_written_with_its_group_takes_nobody_along(tmp_path: Path) -> None:
+    """A name that SQLite cannot hold is noticed when the group is written; the others are then written alone."""
+    store = SqliteStore(tmp_path / "capture.db")
+    await store.put(sample_entry("a", "c0"))
+    with FileLock(tmp_path / "capture.db.lock").held():
+        first = asyncio.ensure_future(store.begin_call("first", "c1"))  # the thread waits with it, the rest gathers
+        await asyncio.sleep(0)
+        answers = asyncio.gather(
+            store.begin_call("b", "c1"),
+            store.begin_call("c", "\ud800"),
+            store.put(sample_entry("a", "c1")),
+            store.mark_incomplete("d", reason="write_failed:told"),
+            return_exceptions=True,
+        )
+        await asyncio.sleep(0)
+    await first
+    begun, refused, put, marked = await answers
+    assert (begun.calls, begun.entries) == (1, 0)
+    assert isinstance(refused, UnicodeEncodeError)
+    assert put.entries == 2
+    assert marked is None
+    await store.close()
+    again = SqliteStore(tmp_path / "capture.db")
+    assert {info.rollout_id for info in await again.list_captures()} == {"a", "b", "d", "first"}
+    assert [entry.model_call_id for entry in (await again.freeze("a")).entries] == ["c0", "c1"]
+    await again.close()
+
+
+async def test_puts_of_one_call_that_share_a_commit_are_compared(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "capture.db")
+    entry = sample_entry("k", "c1")
+    await store.begin_call("k", "c1")
+    with FileLock(tmp_path / "capture.db.lock").held():
+        first = asyncio.ensure_future(store.begin_call("first", "c1"))
+        await asyncio.sleep(0)
+        answers = asyncio.gather(
+            store.put(entry), store.put(entry), store.put(replace(entry, model="other")), return_exceptions=True
+        )
+        await asyncio.sleep(0)
+    await first
+    new, same, other = await answers
+    assert (new.entries, same.entries) == (1, 1)
+    assert isinstance(other, EntryConflict)
+    snapshot = await store.freeze("k")
+    assert [each.model for each in snapshot.entries] == [entry.model]
+    assert snapshot.reasons == ("conflict:c1",)
+    await store.close()
+
+
 async def test_a_lock_that_another_holds_keeps_a_put_waiting_but_not_the_event_loop(tmp_path: Path) -> None:
     path = tmp_path / "c.sqlite"
     store = SqliteStore(path)
