@@ -1,7 +1,7 @@
 """A model server with capture in a process of its own.
 
-`python -m tests.crash.model_process STORE DIR UPSTREAM PORT [DIE]` prints its URL, then serves. With DIE it kills itself
-when its first call is on record and the reply has not left.
+`python -m tests.crash.model_process STORE DIR UPSTREAM PORT [DIE]` prints its URL, then serves. With DIE it kills
+itself when its first call is on record and the reply has not left.
 """
 
 from __future__ import annotations
