@@ -190,7 +190,7 @@ def _report(place: cgroups.Place | str, failure: str | None, host_user: int | No
         note = ""
     else:
         held[Aspect.CPU] = f"RLIMIT_CPU for each process; the sum {watched}"
-        held[Aspect.MEMORY] = f"RLIMIT_DATA for each process; the sum of resident memory {watched}"
+        held[Aspect.MEMORY] = f"RLIMIT_DATA for each process; the sum {watched}"
         held[Aspect.PROCESSES] = f"RLIMIT_NPROC in the sandbox's own user namespace; the sum {watched}"
         note = f"no control groups: {place}"
     noted = (Aspect.CPU, Aspect.MEMORY, Aspect.PROCESSES)

@@ -24,7 +24,7 @@ from toprope.sandbox import cgroups, workdir
 from toprope.sandbox.execute import Bounds, Ended, Start, execute
 from toprope.sandbox.gate import INSIDE_PORT, Gate, check_url, inside_url
 from toprope.sandbox.leases import LeaseHome
-from toprope.sandbox.processes import kill_sandbox, usage_below
+from toprope.sandbox.processes import kill_sandbox, memory_of, usage_below
 from toprope.sandbox.provider import KEEP_BYTES, MAX_FILE_BYTES
 from toprope.sandbox.spec import (
     WORKDIR,
@@ -126,10 +126,11 @@ class BorrowedBubblewrap:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         try:
-            return await task
+            return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.cancel()
-            await asyncio.wait({task})
+            if not task.done():
+                task.cancel()  # once: a second time would break into its clean-up
+                await asyncio.wait({task})
             if self._let_go:
                 raise SandboxLost(f"sandbox {self.sandbox_id}: this handle was let go while the run went on") from None
             raise
@@ -317,7 +318,7 @@ def _passed(pid: int, limits: Limits) -> str | None:
     used = usage_below(pid)
     if used.cpu_s > limits.cpu_s:
         return Aspect.CPU
-    if used.memory_bytes > limits.memory_bytes:
+    if used.resident_bytes > limits.memory_bytes and memory_of(used.family) > limits.memory_bytes:
         return Aspect.MEMORY
     return Aspect.PROCESSES if used.processes > limits.processes + cgroups.OVERHEAD_PROCESSES else None
 

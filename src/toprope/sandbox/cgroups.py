@@ -16,7 +16,7 @@ import secrets
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -174,7 +174,7 @@ def _mounts(mountinfo: str) -> Mapping[str, tuple[str, Path]]:
     return found
 
 
-def _upwards(mount: tuple[str, Path], own: str):  # type: ignore[no-untyped-def]
+def _upwards(mount: tuple[str, Path], own: str) -> Iterator[Path]:
     """The process's own group as a directory, then those above it up to the mount point."""
     root, point = mount
     inner = own[len(root) :] if own.startswith(root) else ""
@@ -202,6 +202,9 @@ def _usable_v2(directory: Path) -> str | None:
 
 
 def _try(place: Place) -> str | None:
+    for parent in place.parents:
+        if not (parent / "cgroup.procs").exists():
+            return f"{parent} is no control group"
     group = Group(place, f"toprope-try-{secrets.token_hex(4)}")
     try:
         group.make(Limits())

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from toprope.sandbox.spec import Aspect, Kept
 
@@ -85,17 +86,7 @@ async def execute(
     may be called again, `hard` when the first time did not help. `started(pid)` is called once, before anything else.
     """
     began = time.monotonic()
-    process = await asyncio.create_subprocess_exec(
-        *start.argv,
-        stdin=asyncio.subprocess.DEVNULL if stdin is None else asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env=dict(start.env),
-        cwd=start.cwd,
-        pass_fds=tuple(start.handles),
-        start_new_session=True,
-        limit=_CHUNK,
-    )
+    process = await _spawn(start, kill, piped=stdin is not None)
     reason: str | None = None
     killed_at = 0.0
 
@@ -136,8 +127,35 @@ async def execute(
     return Ended(status if status >= 0 else 128 - status, stdout, stderr, reason, time.monotonic() - began)
 
 
+async def _spawn(start: Start, kill: Callable[[int, bool], None], *, piped: bool) -> asyncio.subprocess.Process:
+    spawning = asyncio.ensure_future(
+        asyncio.create_subprocess_exec(
+            *start.argv,
+            stdin=asyncio.subprocess.PIPE if piped else asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=dict(start.env),
+            cwd=start.cwd,
+            pass_fds=tuple(start.handles),
+            start_new_session=True,
+            limit=_CHUNK,
+        )
+    )
+    try:
+        return await asyncio.shield(spawning)
+    except asyncio.CancelledError:
+        # The process may run before the call returns; asyncio would kill it alone, and not what it started.
+        await asyncio.wait({spawning})
+        if not spawning.cancelled() and spawning.exception() is None:
+            process = spawning.result()
+            streams = (each for each in (process.stdout, process.stderr) if each is not None)
+            # Read on: asyncio sees the end of a process only when it has seen the end of its output.
+            await _finish(process, kill, [asyncio.ensure_future(_drain(each)) for each in streams])
+        raise
+
+
 async def _finish(
-    process: asyncio.subprocess.Process, kill: Callable[[int, bool], None], tasks: Sequence[asyncio.Task[object]]
+    process: asyncio.subprocess.Process, kill: Callable[[int, bool], None], tasks: Sequence[asyncio.Future[Any]]
 ) -> None:
     waiting = asyncio.ensure_future(process.wait())
     hard = False
@@ -148,6 +166,11 @@ async def _finish(
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _drain(stream: asyncio.StreamReader) -> None:
+    while await stream.read(_CHUNK):
+        pass
 
 
 async def _feed(pipe: asyncio.StreamWriter, data: bytes) -> None:

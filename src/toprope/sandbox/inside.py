@@ -9,9 +9,9 @@ Orders: `argv`, `env`, `cwd`, `limits` (resource name -> value), `forward` (`por
 to) or null. STATUS is a socket whose other end the starter holds: closed means that it died before we came to life,
 one byte from us that the sandbox stands and the rest is the program's doing.
 
-In the first form this stays as the first process of the pid namespace: it waits for orphans, and when the program
-ends it ends, and the kernel kills what is left. In the second a child stays behind, and this becomes the program.
-The forwarder carries bytes and decides nothing: what may pass is decided outside, at the other end of the socket.
+This stays while the program runs, as the first process of the pid namespace where there is one: it waits for orphans,
+and when the program ends it ends, and the kernel kills what is left. The forwarder carries bytes and decides nothing:
+what may pass is decided outside, at the other end of the socket.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ if TYPE_CHECKING:
     import socket
     from typing import Any, NoReturn
 
+NOT_STARTED = "toprope inside"
+"""How the one line begins that is written when the program was not even tried; the status is 125."""
 
-def main(arguments: list[str]) -> None:
+
+def main(arguments: list[str]) -> NoReturn:
+    status: int | None = None
     if len(arguments) == 2:
         orders, status = _read_orders(int(arguments[0])), int(arguments[1])
         _owner_lives(status)
-        _first_process(orders, status)
-    orders = json.loads(os.environ.pop(arguments[0]))
-    orders["env"] = dict(os.environ, **orders["env"])
-    listener = _listen(orders["forward"])
-    if listener is not None:
-        if os.fork() == 0:
-            os.setsid()
-            _let_go_of_output()
-            _serve(listener, orders["forward"]["socket"])
-        listener.close()
-    _become(orders)
-
-
-def _first_process(orders: dict[str, Any], status: int) -> NoReturn:
+    else:
+        orders = json.loads(os.environ.pop(arguments[0]))
+        orders["env"] = dict(os.environ, **orders["env"])
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    listener = _listen(orders["forward"])
+    try:
+        listener = _listen(orders["forward"])
+    except OSError as error:
+        sys.stderr.write(f"{NOT_STARTED}: port {orders['forward']['port']} inside: {error.strerror}\n")
+        sys.stderr.flush()
+        os._exit(125)
     program = os.fork()
     if program == 0:
         if listener is not None:
             listener.close()
-        os.set_inheritable(status, False)
-        os.write(status, b"1")
+        if status is not None:
+            os.set_inheritable(status, False)
+            os.write(status, b"1")
         _become(orders)
-    os.close(status)
+    if status is not None:
+        os.close(status)
     _let_go_of_output()
     if listener is not None:
         import threading

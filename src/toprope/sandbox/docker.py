@@ -1,0 +1,389 @@
+"""Sandboxes by a container engine, through the Docker SDK (extra `docker`).
+
+One container for the life of a sandbox, which does nothing but sleep until its lease is over: it ends by itself when
+nobody is left to stop it. Each run is an exec in it. What a run leaves behind (files anywhere in the container,
+daemons) stays until the sandbox is stopped. An exec cannot be killed through the API, so a run that passes a limit
+costs the container all its processes: it is killed and started again, its files stay.
+
+The engine must be on this host: `inside.py`, input files and the model's socket reach the container by a bind mount.
+Left to others: leases (`leases`), the model's URL (`gate`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from toprope.errors.tree import ConfigError, Forbidden
+from toprope.protocol.grants import DirectSandbox, SandboxAccess
+from toprope.sandbox import docker_files, inside
+from toprope.sandbox.execute import WATCH_S
+from toprope.sandbox.gate import INSIDE_PORT, Gate, check_url, inside_url
+from toprope.sandbox.leases import Lease, LeaseDirectory, LeaseHome
+from toprope.sandbox.provider import KEEP_BYTES, MAX_FILE_BYTES
+from toprope.sandbox.spec import (
+    WORKDIR,
+    Aspect,
+    Completed,
+    Enforcement,
+    Kept,
+    Report,
+    SandboxLost,
+    SandboxSpec,
+    SandboxUnavailable,
+    check_env,
+)
+
+RUN = "/run/toprope"
+_ORDERS = "TOPROPE_ORDERS"
+_KILLED = 128 + 9
+_SIGNALS = {128 + 24: Aspect.CPU.value, 128 + 25: "file_size"}  # SIGXCPU, SIGXFSZ
+
+
+class Docker:
+    """The provider. `engine`: URL of the engine (`unix:///...`, `tcp://...`), None for what the environment says.
+
+    `image`: what sandboxes are made of unless their spec says otherwise; it needs `sh` and `sleep`, and `python3` for
+    runs with a model URL. It is not pulled. `user`: `uid:gid` inside.
+    """
+
+    name = "docker"
+
+    def __init__(
+        self, lease_dir: Path, *, engine: str | None = None, image: str | None = None, user: str = "1000:1000"
+    ) -> None:
+        self._leases = LeaseDirectory(lease_dir)
+        self._engine = engine
+        self._image = image
+        self._user = user
+        self._connected: Any = None
+
+    async def enforces(self) -> Report:
+        """See `SandboxProvider.enforces`: what the engine says of itself."""
+        try:
+            facts = await asyncio.to_thread(lambda: self._client().info())
+        except SandboxUnavailable as error:
+            return {aspect: Enforcement(aspect, None, error.message) for aspect in Aspect}
+        except Exception as error:  # the SDK's own, and those of the libraries below it: the engine does not answer
+            return {aspect: Enforcement(aspect, None, f"the engine does not answer: {error}") for aspect in Aspect}
+        engine = f"container engine {facts.get('ServerVersion', '?')}"
+        unable = "the engine says that its kernel cannot"
+        memory = f"{engine}, memory limit" if facts.get("MemoryLimit") else None
+        processes = f"{engine}, pids limit" if facts.get("PidsLimit") else None
+        lines = (
+            Enforcement(Aspect.FILES, f"{engine}, file system of the container; no capabilities, user {self._user}"),
+            Enforcement(Aspect.NETWORK, f"{engine}, network none; one URL through a unix socket, judged outside"),
+            Enforcement(Aspect.CPU, "RLIMIT_CPU for each process"),
+            Enforcement(Aspect.MEMORY, memory, "" if memory else unable),
+            Enforcement(Aspect.PROCESSES, processes, "" if processes else unable),
+            Enforcement(Aspect.OUTPUT, "counted by the owner while it reads"),
+            Enforcement(Aspect.WALL_TIME, "the owner's clock; the container itself ends with its lease"),
+        )
+        return {line.aspect: line for line in lines}
+
+    async def create(self, spec: SandboxSpec) -> DockerSandbox:
+        """See `SandboxProvider.create`."""
+        if spec.read_only:
+            raise ConfigError("sandbox read_only: docker sandboxes see no tree of the host; put it into the image")
+        if spec.model_url is not None:
+            check_url(spec.model_url)
+        image = spec.image or self._image
+        if image is None:
+            raise ConfigError("sandbox image: docker sandboxes need one; name an image that the engine has")
+        return await asyncio.to_thread(self._make, spec, image)
+
+    async def attach(self, descriptor: Mapping[str, Any]) -> BorrowedDocker:
+        """See `SandboxProvider.attach`."""
+        sandbox_id, token = descriptor.get("sandbox_id"), descriptor.get("token")
+        if not isinstance(sandbox_id, str) or not isinstance(token, str):
+            raise Forbidden("sandbox descriptor: expected sandbox_id and token, two strings")
+        home = await asyncio.to_thread(self._leases.find, sandbox_id)
+        if home.lease.provider != self.name:
+            raise Forbidden(f"sandbox {sandbox_id} was made by {home.lease.provider!r}, not by {self.name!r}")
+        home.check(token)
+        return BorrowedDocker(await asyncio.to_thread(self._client), self._user, home)
+
+    async def reap(self) -> tuple[str, ...]:
+        """See `SandboxProvider.reap`."""
+        return await asyncio.to_thread(self._leases.reap, self.name, self._free)
+
+    def _make(self, spec: SandboxSpec, image: str) -> DockerSandbox:
+        client = self._client()
+        self._leases.reap(self.name, self._free)
+        home, token = self._leases.open(self.name, spec, lambda sandbox_id: {"containers": [f"toprope-{sandbox_id}"]})
+        try:
+            (home.inside / "inside.py").write_text(Path(inside.__file__).read_text("utf-8"))
+            (home.inside / "inside.py").chmod(0o644)
+            home.inside.chmod(0o755)
+            container = client.containers.create(image, **self._settings(spec, home))
+            container.put_archive("/", docker_files.tar_of_workdir(self._user))
+            container.start()
+        except BaseException as error:
+            self._release(home)
+            if isinstance(error, Exception):  # the SDK's errors have no common root that is only theirs
+                raise SandboxUnavailable(f"docker: no sandbox from image {image!r}: {error}") from error
+            raise
+        return DockerSandbox(client, self._user, home, token, self._release)
+
+    def _settings(self, spec: SandboxSpec, home: LeaseHome) -> dict[str, Any]:
+        types = importlib.import_module("docker.types")
+        limits = spec.limits
+        cpu = max(1, int(limits.cpu_s + 0.999))
+        return {
+            "name": home.lease.resources["containers"][0],
+            "command": ["sleep", str(int(spec.lease_s) + 1)],
+            "entrypoint": [],
+            "init": True,
+            "user": self._user,
+            "working_dir": WORKDIR,
+            "environment": {"HOME": WORKDIR, "LANG": "C.UTF-8", **spec.env},
+            "network_mode": "none",
+            "cap_drop": ["ALL"],
+            "security_opt": ["no-new-privileges:true"],
+            "mem_limit": limits.memory_bytes,
+            "memswap_limit": limits.memory_bytes,
+            "pids_limit": limits.processes,
+            "ulimits": [
+                types.Ulimit(name="cpu", soft=cpu, hard=cpu),
+                types.Ulimit(name="fsize", soft=limits.file_bytes, hard=limits.file_bytes),
+                types.Ulimit(name="core", soft=0, hard=0),
+            ],
+            "tmpfs": {"/tmp": f"size={min(limits.memory_bytes // 4, limits.file_bytes)},mode=1777"},
+            "volumes": {str(home.inside): {"bind": RUN, "mode": "ro"}},
+            "labels": {"toprope.sandbox": home.lease.sandbox_id, "toprope.deadline": str(int(home.lease.deadline))},
+        }
+
+    def _release(self, home: LeaseHome) -> None:
+        self._leases.release(home, self._free)
+
+    def _free(self, lease: Lease) -> None:
+        errors = importlib.import_module("docker.errors")
+        for name in lease.resources.get("containers", ()):
+            try:
+                self._client().api.remove_container(name, force=True, v=True)
+            except errors.NotFound:
+                continue  # it was never made, or somebody else was here first
+
+    def _client(self) -> Any:
+        if self._connected is None:
+            try:
+                sdk = importlib.import_module("docker")
+            except ImportError:
+                raise SandboxUnavailable(
+                    "docker sandboxes need the extra `docker`: pip install 'toprope[docker]'"
+                ) from None
+            try:
+                self._connected = sdk.DockerClient(base_url=self._engine) if self._engine else sdk.from_env()
+            except sdk.errors.DockerException as error:
+                raise SandboxUnavailable(f"docker: no engine answers: {error}") from None
+        return self._connected
+
+
+class BorrowedDocker:
+    """A handle that can run and let go."""
+
+    def __init__(self, client: Any, user: str, home: LeaseHome) -> None:
+        self._api = client.api
+        self._user = user
+        self._home = home
+        self._spec = home.lease.spec
+        self._container = home.lease.resources["containers"][0]
+        self._running: set[_Run] = set()
+        self._let_go = False
+
+    @property
+    def sandbox_id(self) -> str:
+        """See `BorrowedSandbox`."""
+        return self._home.lease.sandbox_id
+
+    @property
+    def workdir(self) -> str:
+        """See `BorrowedSandbox`."""
+        return WORKDIR
+
+    def inside_url(self, model_url: str) -> str:
+        """See `BorrowedSandbox.inside_url`."""
+        return inside_url(model_url)
+
+    async def write_file(self, path: str, data: bytes, *, executable: bool = False) -> None:
+        """See `BorrowedSandbox.write_file`."""
+        self._alive()
+        await asyncio.to_thread(
+            docker_files.write, self._api, self._container, path, data, user=self._user, executable=executable
+        )
+
+    async def read_file(self, path: str, *, limit: int = MAX_FILE_BYTES) -> bytes:
+        """See `BorrowedSandbox.read_file`."""
+        self._alive()
+        return await asyncio.to_thread(docker_files.read, self._api, self._container, path, limit)
+
+    async def run(
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        stdin: bytes | None = None,
+        timeout_s: float | None = None,
+        output_limit: int = KEEP_BYTES,
+        model_url: str | None = None,
+    ) -> Completed:
+        """See `BorrowedSandbox.run`."""
+        if not argv or any("\0" in word for word in argv):
+            raise ConfigError("sandbox run: argv needs a program, and no word of it may hold a zero byte")
+        check_env(env or {})
+        url = self._spec.model_url
+        if model_url is not None:
+            if url is not None and url.rstrip("/") != model_url.rstrip("/"):
+                raise Forbidden(f"sandbox {self.sandbox_id} reaches {url} only; a run cannot have another model_url")
+            url = check_url(model_url)
+        self._alive()
+        wall_s = self._spec.limits.wall_s if timeout_s is None else min(self._spec.limits.wall_s, timeout_s)
+        async with contextlib.AsyncExitStack() as stack:
+            # By a shell, so that a program that does not exist is status 127 whatever the engine makes of it.
+            command, given = ["/bin/sh", "-c", 'exec "$@"', "sh", *argv], dict(env or {})
+            if stdin is not None:
+                file = self._home.inside / f"{os.urandom(4).hex()}.in"
+                stack.callback(file.unlink, missing_ok=True)
+                await asyncio.to_thread(_put, file, stdin)
+                command[2:4] = ['exec "$@" <"$0"', f"{RUN}/{file.name}"]
+            if url is not None:
+                gate = Gate(url, self._home.inside / f"{os.urandom(4).hex()}.sock")
+                stack.push_async_callback(gate.close)
+                await gate.open()
+                forward = {"port": INSIDE_PORT, "socket": f"{RUN}/{gate.path.name}"}
+                orders = {"argv": command, "env": {}, "cwd": WORKDIR, "limits": {}, "forward": forward}
+                command, given = ["python3", f"{RUN}/inside.py", _ORDERS], {**given, _ORDERS: json.dumps(orders)}
+            run = _Run(self._api, self._container, output_limit, self._spec.limits.output_bytes)
+            self._running.add(run)
+            try:
+                return await self._watch(run, command, given, wall_s)
+            finally:
+                self._running.discard(run)
+
+    async def disconnect(self) -> None:
+        """See `BorrowedSandbox.disconnect`. Runs of this handle that still go on cost the container its processes."""
+        self._let_go = True
+        for run in list(self._running):
+            await asyncio.to_thread(run.kill, "stop")
+
+    async def _watch(self, run: _Run, command: list[str], env: dict[str, str], wall_s: float) -> Completed:
+        began = time.monotonic()
+        reading = asyncio.ensure_future(asyncio.to_thread(run.read, command, env, self._user))
+        try:
+            while not reading.done():
+                left = began + wall_s - time.monotonic()
+                if (reason := self._home.end_reason()) is not None:
+                    await asyncio.to_thread(run.kill, reason)
+                elif left <= 0:
+                    await asyncio.to_thread(run.kill, Aspect.WALL_TIME)
+                await asyncio.wait({reading}, timeout=WATCH_S if left <= 0 else min(WATCH_S, left))
+            status, out_of_memory = await reading
+        except importlib.import_module("docker.errors").APIError as error:
+            reason = self._home.end_reason()
+            if reason is None:
+                raise SandboxUnavailable(f"docker: the run could not be finished: {error}") from error
+            raise SandboxLost(f"sandbox {self.sandbox_id} went away during the run ({reason})") from None
+        except asyncio.CancelledError:
+            await asyncio.shield(asyncio.to_thread(run.kill, "stop"))
+            await asyncio.wait({reading})
+            raise
+        finally:
+            if run.killed_by is not None and self._home.end_reason() is None:
+                await asyncio.shield(asyncio.to_thread(run.revive))
+        stdout, stderr = run.kept()
+        if status == 125 and stderr.data.startswith(inside.NOT_STARTED.encode()):
+            raise SandboxUnavailable(f"docker: the run could not be started: {stderr.text.strip()[-300:]}")
+        killed_by = run.killed_by or (None if status is None else _SIGNALS.get(status))
+        if killed_by is None and status == _KILLED and out_of_memory:
+            killed_by = Aspect.MEMORY
+        hit = (Aspect.MEMORY.value,) if out_of_memory else ()
+        return Completed(None if killed_by else status, stdout, stderr, killed_by, hit, time.monotonic() - began)
+
+    def _alive(self) -> None:
+        if self._let_go:
+            raise SandboxLost(f"sandbox {self.sandbox_id}: this handle was let go")
+        if (reason := self._home.end_reason()) is not None:
+            raise SandboxLost(f"sandbox {self.sandbox_id} is gone ({reason})")
+
+
+class DockerSandbox(BorrowedDocker):
+    """The owner's handle."""
+
+    def __init__(
+        self, client: Any, user: str, home: LeaseHome, token: str, release: Callable[[LeaseHome], None]
+    ) -> None:
+        super().__init__(client, user, home)
+        self._token = token
+        self._release = release
+
+    def access(self) -> SandboxAccess:
+        """See `Sandbox.access`."""
+        descriptor = {"sandbox_id": self.sandbox_id, "token": self._token}
+        return SandboxAccess(connection=DirectSandbox(Docker.name, descriptor), workdir=WORKDIR)
+
+    async def stop(self) -> None:
+        """See `Sandbox.stop`."""
+        self._home.forbid()
+        self._let_go = True
+        await asyncio.shield(asyncio.to_thread(self._release, self._home))
+
+
+@dataclass(eq=False)
+class _Run:
+    """One exec. Its methods block; `kill` may be called from another thread while `read` reads."""
+
+    api: Any
+    container: str
+    keep: int
+    most: int
+    killed_by: str | None = None
+
+    def __post_init__(self) -> None:
+        self._data = (bytearray(), bytearray())
+        self._totals = [0, 0]
+
+    def read(self, command: list[str], env: dict[str, str], user: str) -> tuple[int | None, bool]:
+        """The exec's status, and whether the container ran out of memory; on return its output is read."""
+        handle = self.api.exec_create(self.container, command, environment=env, workdir=WORKDIR, user=user)["Id"]
+        if self.killed_by is None:
+            for chunks in self.api.exec_start(handle, stream=True, demux=True):
+                for stream, chunk in enumerate(chunks):
+                    if chunk:
+                        self._totals[stream] += len(chunk)
+                        self._data[stream].extend(chunk[: self.keep - len(self._data[stream])])
+                if sum(self._totals) > self.most:
+                    self.kill(Aspect.OUTPUT)
+        status = self.api.exec_inspect(handle)["ExitCode"]
+        state = self.api.inspect_container(self.container)["State"]
+        return status, bool(state.get("OOMKilled"))
+
+    def kill(self, reason: str) -> None:
+        """Kill everything in the container."""
+        errors = importlib.import_module("docker.errors")
+        self.killed_by = self.killed_by or reason
+        try:
+            self.api.kill(self.container, "SIGKILL")
+        except errors.APIError:
+            pass  # it is dead already, or removed
+
+    def revive(self) -> None:
+        """Start the container again, after its processes were killed."""
+        self.api.wait(self.container)
+        self.api.start(self.container)
+
+    def kept(self) -> tuple[Kept, Kept]:
+        """What is kept of stdout and stderr."""
+        return Kept(bytes(self._data[0]), self._totals[0]), Kept(bytes(self._data[1]), self._totals[1])
+
+
+def _put(file: Path, data: bytes) -> None:
+    file.write_bytes(data)
+    file.chmod(0o644)

@@ -1,0 +1,99 @@
+"""Control groups as this host has them, and hosts that have none."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from toprope.sandbox import cgroups
+from toprope.sandbox.spec import MIB, Limits
+
+MOUNTS = Path("/proc/self/mountinfo").read_text()
+OWN = Path("/proc/self/cgroup").read_text()
+
+
+def started_in(run: cgroups.Run, command: str) -> subprocess.Popen[bytes]:
+    script = 'for f in "$@"; do echo 0 >"$f"; done; exec sh -c "$0"'
+    return subprocess.Popen(["sh", "-c", script, command, *map(str, run.joins)], stdout=subprocess.PIPE)
+
+
+@pytest.fixture
+def place() -> cgroups.Place:
+    found = cgroups.find(MOUNTS, OWN)
+    if isinstance(found, str):
+        pytest.skip(f"no control groups here: {found}")
+    return found
+
+
+def test_limits_are_held_and_the_group_is_killed_whole(place: cgroups.Place) -> None:
+    group = cgroups.Group(place, f"toprope-test-{secrets.token_hex(4)}")
+    group.make(Limits(memory_bytes=64 * MIB, processes=4))
+    try:
+        run = group.run()
+        process = started_in(
+            run, "head -c 200000000 /dev/zero | tail -c 150000000 | wc -c; echo end; sleep 1000 & sleep 1000"
+        )
+        assert process.stdout is not None
+        assert process.stdout.readline().strip() == b"0", "tail keeps what it reads in memory, and is killed"
+        assert process.stdout.readline() == b"end\n"
+        assert group.oom_kills() >= 1
+        assert run.cpu_s() > 0
+        run.kill()
+        assert process.wait() == -9
+        process.stdout.close()
+    finally:
+        group.remove()
+    assert not any(path.exists() for path in group.paths)
+    group.remove()
+
+
+def test_version_2_counts_and_kills(tmp_path: Path) -> None:
+    """The calls of version 2 that need no controller, on whatever tree of it this host has."""
+    trees = [line.split(" ")[4] for line in MOUNTS.splitlines() if " - cgroup2 " in line]
+    if not trees or not os.access(trees[0], os.W_OK):
+        pytest.skip("no tree of version 2 that can be written")
+    root = Path(trees[0]) / f"toprope-test-{secrets.token_hex(4)}"
+    try:
+        root.mkdir()
+    except OSError as error:
+        pytest.skip(f"no group can be made in {trees[0]}: {error}")
+    try:
+        run = cgroups.Group(cgroups.Place(2, root, root, root), ".").run()
+        process = started_in(run, "echo began; sleep 1000 & sleep 1000")
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"began\n"
+        assert run.cpu_s() >= 0
+        run.kill()
+        assert process.wait() == -9
+        process.stdout.close()
+        run.remove()
+        assert not run.groups[0].exists()
+    finally:
+        cgroups.remove(root)
+
+
+def test_a_host_without_usable_groups_says_why(tmp_path: Path) -> None:
+    assert cgroups.find("", "0::/\n") == "no control groups are mounted"
+    (tmp_path / "cgroup.subtree_control").write_text("cpu")
+    (tmp_path / "cgroup.controllers").write_text("cpu io")
+    mount = f"30 1 0:26 / {tmp_path} rw - cgroup2 cgroup2 rw\n"
+    assert "no memory and pids controller" in str(cgroups.find(mount, "0::/\n"))
+    (tmp_path / "cgroup.controllers").write_text("cpu memory pids")
+    reason = cgroups.find(mount, "0::/user.slice\n")
+    assert "is no control group" in str(reason), "a directory that only looks like one is not believed"
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == []
+
+
+def test_version_1_is_asked_when_version_2_has_no_controllers(tmp_path: Path) -> None:
+    lines = []
+    for name in ("memory", "pids", "cpuacct"):
+        (tmp_path / name / "own").mkdir(parents=True)
+        lines.append(f"30 1 0:26 / {tmp_path / name} rw - cgroup cgroup rw,{name}")
+    reason = cgroups.find("\n".join(lines), "3:memory:/own\n2:pids:/own\n1:cpuacct:/\n")
+    assert isinstance(reason, str)
+    assert reason == f"{tmp_path}/memory/own is no control group"
+    assert list(tmp_path.rglob("toprope-*")) == []

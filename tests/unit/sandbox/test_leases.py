@@ -1,0 +1,198 @@
+"""Nothing outlives its lease: not its deadline, not its owner's death, not a borrower who goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import select
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from tests.unit.sandbox.conftest import processes_with
+
+from toprope.errors.tree import ConfigError
+from toprope.sandbox.bubblewrap import Bubblewrap, reap
+from toprope.sandbox.leases import LeaseDirectory
+from toprope.sandbox.owner import identify, this_process
+from toprope.sandbox.spec import Limits, SandboxLost, SandboxSpec, SandboxUnavailable
+from toprope.testing.local_sandbox import LocalSandboxes
+
+needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="the program bwrap is not installed")
+
+
+async def start_owner(leases: Path, marker: str) -> tuple[asyncio.subprocess.Process, Any]:
+    script = Path(__file__).with_name("owner_process.py")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, str(script), str(leases), marker, stdout=asyncio.subprocess.PIPE
+    )
+    assert process.stdout is not None
+    return process, json.loads(await process.stdout.readline())
+
+
+def gone(pids: list[int]) -> bool:
+    """Wait for the end of each, as the kernel tells it; False after 30 s."""
+    for pid in pids:
+        try:
+            handle = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ended = select.select([handle], [], [], 30)[0]
+        os.close(handle)
+        if not ended:
+            return False
+    return True
+
+
+def left_in(leases: Path) -> list[str]:
+    return [name for name in os.listdir(leases) if not name.startswith(".lock")]
+
+
+def groups_of(sandbox_id: str) -> list[str]:
+    return [name for _, below, _ in os.walk("/sys/fs/cgroup") for name in below if name == f"toprope-{sandbox_id}"]
+
+
+@needs_bwrap
+async def test_kill_9_of_the_owner_ends_its_processes_at_once_and_the_next_reap_takes_the_rest(
+    tmp_path: Path, marker: str
+) -> None:
+    owner, told = await start_owner(tmp_path, marker)
+    inside = [pid for pid in processes_with(marker) if pid != owner.pid]
+    assert len(inside) >= 1
+    assert reap(tmp_path) == (), "a living owner's sandbox stays"
+    owner.kill()
+    await owner.wait()
+    assert await asyncio.to_thread(gone, inside), "processes of the sandbox outlive their owner"
+    assert await asyncio.to_thread(reap, tmp_path) == (told["id"],)
+    assert processes_with(marker) == []
+    assert not (tmp_path / told["id"]).exists()
+    assert groups_of(told["id"]) == []
+    assert await asyncio.to_thread(reap, tmp_path) == ()
+
+
+@needs_bwrap
+async def test_a_borrowers_run_ends_when_the_owner_is_killed(tmp_path: Path, marker: str) -> None:
+    owner, told = await start_owner(tmp_path, marker)
+    borrowed = await Bubblewrap(tmp_path).attach({"sandbox_id": told["sandbox_id"], "token": told["token"]})
+    run = asyncio.ensure_future(borrowed.run(["sh", "-c", "echo > lent; sleep 1000"]))
+    while True:
+        try:
+            await borrowed.read_file("lent")
+            break
+        except FileNotFoundError:
+            assert not run.done(), run.result()
+    owner.kill()
+    await owner.wait()
+    done = await asyncio.wait_for(run, 30)
+    assert done.killed_by == "lease"
+    with pytest.raises(SandboxLost):
+        await borrowed.run(["true"])
+    assert await asyncio.to_thread(reap, tmp_path) == (told["id"],)
+
+
+@needs_bwrap
+async def test_a_stopped_owners_sandbox_is_reaped_by_anybody_at_its_deadline(tmp_path: Path, marker: str) -> None:
+    owner, told = await start_owner(tmp_path, marker)
+    inside = [pid for pid in processes_with(marker) if pid != owner.pid]
+    owner.send_signal(19)  # SIGSTOP: it cannot end its sandbox itself
+    lease = tmp_path / told["id"] / "lease.json"
+    written = msgspec.json.decode(lease.read_bytes())
+    lease.write_bytes(msgspec.json.encode({**written, "deadline": 1.0}))
+    try:
+        assert await asyncio.to_thread(reap, tmp_path) == (told["id"],)
+        assert await asyncio.to_thread(gone, inside)
+        assert not (tmp_path / told["id"]).exists()
+    finally:
+        owner.kill()
+        await owner.wait()
+
+
+@needs_bwrap
+async def test_a_run_that_is_cancelled_at_any_moment_leaves_no_process(tmp_path: Path, marker: str) -> None:
+    provider = Bubblewrap(tmp_path)
+    sandbox = await provider.create(SandboxSpec(lease_s=300))
+    for moment in range(12):
+        run = asyncio.ensure_future(sandbox.run(["sh", "-c", f"sleep 1000 # {marker}"]))
+        for _ in range(moment**2):
+            await asyncio.sleep(0)
+        run.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await run
+        assert processes_with(marker) == []
+    await sandbox.stop()
+    assert groups_of(sandbox.sandbox_id) == []
+
+
+@needs_bwrap
+async def test_what_a_sandbox_leaves_unreadable_is_removed_all_the_same(tmp_path: Path) -> None:
+    sandbox = await Bubblewrap(tmp_path).create(SandboxSpec())
+    await sandbox.run(["sh", "-c", "mkdir -p a/b/c; touch a/b/c/f; ln -s / a/b/root; chmod 0 a/b/c a/b a"])
+    await sandbox.stop()
+    assert left_in(tmp_path) == []
+    assert "passwd" in os.listdir("/etc")
+
+
+@needs_bwrap
+async def test_sandboxes_do_not_see_each_other(tmp_path: Path) -> None:
+    provider = Bubblewrap(tmp_path)
+    one, other = await provider.create(SandboxSpec()), await provider.create(SandboxSpec())
+    await one.write_file("mine", b"1")
+    done = await other.run(["sh", "-c", f"ls /work; ls {tmp_path}; ls /run/toprope"])
+    assert b"mine" not in done.stdout.data
+    assert one.sandbox_id.encode() not in done.stdout.data
+    await one.stop()
+    assert (await other.run(["true"])).exit == 0
+    await other.stop()
+
+
+async def test_two_reapers_at_once_take_each_sandbox_once(tmp_path: Path) -> None:
+    provider = LocalSandboxes(tmp_path)
+    made = [await provider.create(SandboxSpec(lease_s=0.01)) for _ in range(5)]
+    both = await asyncio.gather(provider.reap(), LocalSandboxes(tmp_path).reap(), provider.reap())
+    taken = [each for reaped in both for each in reaped]
+    assert set(taken) <= {each.sandbox_id for each in made}
+    assert len(taken) == len(set(taken))
+    assert left_in(tmp_path) == []
+
+
+async def test_a_damaged_lease_does_not_keep_the_others_from_being_reaped(tmp_path: Path) -> None:
+    provider = LocalSandboxes(tmp_path)
+    damaged, good = [await provider.create(SandboxSpec(lease_s=300)) for _ in range(2)]
+    (tmp_path / damaged.sandbox_id / "lease.json").write_bytes(b'{"sandbox_id": ')
+    await asyncio.to_thread((tmp_path / good.sandbox_id / "ended").touch)
+    with pytest.raises(Exception, match="truncated"):
+        await provider.reap()
+    assert not (tmp_path / good.sandbox_id).exists()
+
+
+def test_an_owner_is_one_process_of_one_boot() -> None:
+    me = this_process()
+    assert me.alive()
+    assert not dataclasses.replace(me, started=me.started + 1).alive(), "the id was used again"
+    assert not dataclasses.replace(me, boot="another").alive()
+    assert dataclasses.replace(me, namespace=1, pid=10**8).alive(), "of another namespace nothing is concluded"
+    assert identify(10**8) is None
+
+
+def test_a_lease_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o777)
+    with pytest.raises(ConfigError, match="0700"):
+        LeaseDirectory(tmp_path).open("local", SandboxSpec(), lambda sandbox_id: {})
+
+
+async def test_without_the_program_nothing_is_claimed_and_the_reason_is_said(tmp_path: Path) -> None:
+    provider = Bubblewrap(tmp_path, bwrap="no-such-bwrap")
+    assert all(line.mechanism is None for line in (await provider.enforces()).values())
+    with pytest.raises(SandboxUnavailable, match="no-such-bwrap not found"):
+        await provider.create(SandboxSpec())
+
+
+@pytest.mark.parametrize("limits", [{"memory_bytes": 1}, {"cpu_s": 0}, {"wall_s": float("nan")}, {"processes": -1}])
+def test_limits_that_are_none_are_refused(limits: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(limits))):
+        Limits(**limits)
