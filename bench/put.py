@@ -129,12 +129,14 @@ def _best(rounds: Sequence[tuple[float, float]]) -> tuple[float, float]:
 async def deep_rollout(directory: Path) -> list[Figure]:
     """Calls through the recorder, as a model server makes them; ids and items grow as they do there.
 
-    In the measured stretches a request's items are new objects, as a parse makes them, so that whoever compares them
-    has to look. The parse itself is not in these figures.
+    Two stretches of `WINDOW` calls are measured at either end. In the second a request's items are new objects, as a
+    parse makes them, so that whoever compares them has to look; what that parse itself costs is the baseline.
     """
+    early, late = slice(EARLY, EARLY + WINDOW), slice(DEEP - 2 * WINDOW, DEEP - WINDOW)
+    early_parsed, late_parsed = slice(EARLY + WINDOW, EARLY + 2 * WINDOW), slice(DEEP - WINDOW, DEEP)
 
     def near(call: int) -> bool:
-        return EARLY - 1 <= call <= EARLY + WINDOW or DEEP - WINDOW - 1 <= call <= DEEP
+        return any(part.start <= call < part.stop for part in (early_parsed, late_parsed))
 
     store = SqliteStore(directory / "deep.sqlite")
     recorder = Recorder(store, reader=store)
@@ -143,7 +145,7 @@ async def deep_rollout(directory: Path) -> list[Figure]:
     whole.flags.writeable = False
     at, gen = 40, 30
     costs: list[float] = []
-    for call in range(DEEP + WINDOW):
+    for call in range(DEEP):
         said = message("assistant", f"turn {call}")
         end = min(at, len(whole) - gen)
         evidence = CallEvidence(
@@ -160,24 +162,32 @@ async def deep_rollout(directory: Path) -> list[Figure]:
         costs.append(cpu() - used)
         items += [said, message("user", f"go on {call}")]
         at += ROUND
-        if call == EARLY + WINDOW:
+        if call == EARLY + 2 * WINDOW:
             early_bytes = await _stored(directory / "deep.sqlite", EARLY)
     late_bytes = await _stored(directory / "deep.sqlite", DEEP - 10)
     await recorder.close()
     await store.close()
-    early, late = float(np.median(costs[EARLY : EARLY + WINDOW])), float(np.median(costs[DEEP - WINDOW : DEEP]))
+    parse = min(_spent(lambda: _reparsed(items)) for _ in range(5))
+    kept, fresh = (_usual(costs[late]), _usual(costs[late_parsed]))
+    what = "CPU of call 5,000 of a rollout / of call 10 (recorder and store)"
     return [
-        Figure(
-            "PF-5",
-            "CPU of call 5,000 of a rollout / of call 10 (recorder and store)",
-            late / early,
-            "x",
-            must=1.2,
-            aim=1.0,
-        ),
-        Figure("PF-5", "the same, CPU per call at call 5,000", late * 1e6, "us", early * 1e6, "call 10"),
+        Figure("PF-5", f"{what}, items kept", kept / _usual(costs[early]), "x", must=1.2, aim=1.0),
+        Figure("PF-5", f"{what}, items parsed anew", fresh / _usual(costs[early_parsed]), "x", must=1.2, aim=1.0),
+        Figure("PF-5", "CPU of call 5,000, items kept", kept * 1e6, "us", _usual(costs[early]) * 1e6, "call 10"),
+        Figure("PF-5", "CPU of call 5,000, items parsed anew", fresh * 1e6, "us", parse * 1e6, "the parse of them"),
         Figure("PF-5", "bytes of call 5,000 / of call 10", late_bytes / early_bytes, "x", must=1.2, aim=1.0),
     ]
+
+
+def _usual(costs: list[float]) -> float:
+    """What a call costs when nobody else is in the way: one in five is cheaper."""
+    return float(np.quantile(costs, 0.2))
+
+
+def _spent(work: Callable[[], object]) -> float:
+    used = cpu()
+    work()
+    return cpu() - used
 
 
 def _reparsed(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
