@@ -132,7 +132,7 @@ class Finisher:
             if delivered is None:
                 retired = await retire_redundant_capture(key, source, timeout_s=bound)
             else:
-                if not isinstance(source, ReceiptSource):
+                if self._capture.journal_receipts or not isinstance(source, ReceiptSource):
                     await self._keep_receipts(key, source)
                 retired = await retire_rollout_token_capture(key, source, delivered, timeout_s=bound)
             if not retired:

@@ -66,7 +66,8 @@ class CaptureSettings:
 
     `format`: how a rebuilt row carries its tokens; `items` falls back to the native trace above 32 MB. `deliver`:
     `single`, the one safe chain, or `all_chains`, every safe chain as a trace of its own. A source that does not answer
-    within `source_timeout_s` seconds masks the row that waits for it.
+    within `source_timeout_s` seconds masks the row that waits for it. `journal_receipts`: keep the receipts in the
+    journal even where the source keeps them, for an audit that has no source.
     """
 
     enabled: bool = False
@@ -78,6 +79,7 @@ class CaptureSettings:
     format: Literal["items", "trace"] = "items"
     deliver: Literal["single", "all_chains"] = "single"
     source_timeout_s: float = 120.0
+    journal_receipts: bool = False
 
     def __post_init__(self) -> None:
         fraction = self.max_mask_fraction

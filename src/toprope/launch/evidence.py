@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.tree import ConfigError
+from toprope.launch.stores import OnDisk, store_in
 from toprope.results.layout import RunDir
 
 
@@ -21,7 +21,7 @@ def existing_directory(path: Path) -> RunDir:
 
 
 @asynccontextmanager
-async def open_store(directory: str | Path) -> AsyncIterator[SqliteStore]:
+async def open_store(directory: str | Path) -> AsyncIterator[OnDisk]:
     """The capture store in the directory of a run or of `toprope serve`, which may still run.
 
     `async with toprope.open_store("served") as store:` gives what `finalize_rollout_token_capture` and
@@ -33,19 +33,20 @@ async def open_store(directory: str | Path) -> AsyncIterator[SqliteStore]:
     async with capture_store(run_dir) as store:
         if store is None:
             raise ConfigError(
-                f"{run_dir.path}: nothing was captured here: {run_dir.capture_db.name} is missing; accepted: a "
-                "directory that captured calls went to, with `training-token-capture` in the base URL of the caller."
+                f"{run_dir.path}: nothing was captured here: there is no {run_dir.capture_db.name} and no "
+                f"{run_dir.capture_files.name}; accepted: a directory that captured calls went to, with "
+                "`training-token-capture` in the base URL of the caller."
             )
         yield store
 
 
 @asynccontextmanager
-async def capture_store(run_dir: RunDir) -> AsyncIterator[SqliteStore | None]:
+async def capture_store(run_dir: RunDir) -> AsyncIterator[OnDisk | None]:
     """The capture store of `run_dir`, closed at the end; None, and no file made, where nothing was captured."""
-    if not run_dir.capture_db.exists():
+    store = store_in(run_dir)
+    if store is None:
         yield None
         return
-    store = SqliteStore(run_dir.capture_db)
     try:
         yield store
     finally:

@@ -18,6 +18,7 @@ from toprope.launch.settings import (
     RunConfig,
     TaskSource,
     TransportConfig,
+    TransportNames,
 )
 from toprope.launch.strict import type_name
 
@@ -58,6 +59,7 @@ def render() -> str:
         table("run.environment: one share", EnvironmentShare),
         table("run.transport", TransportConfig),
         table("token_id_capture", CaptureConfig),
+        table("token_id_capture.store: a transport of your own", TransportNames),
     ]
     return "\n".join(parts)
 

@@ -92,7 +92,7 @@ class RunJob:
         return Collector(
             run_dir=workspace.run_dir,
             environments={key: self._destination(world, share) for key, share in shares(self.run).items()},
-            source=world.store,
+            source=None if world.custody is None else world.custody.source,
             settings=RunSettings(
                 name=self.name,
                 repeats=self.run.repeats,
@@ -117,6 +117,7 @@ class RunJob:
                 format=capture.format,
                 deliver=capture.deliver,
                 source_timeout_s=capture.source_timeout_s,
+                journal_receipts=not isinstance(capture.store, str),  # the audit cannot ask a transport by name
             ),
             observers=observers,
         )

@@ -217,13 +217,25 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: Annotated[str | None, Meta(description="The run's name in the directory's name; absent: the file's.")] = None
 
 
+class TransportNames(msgspec.Struct, frozen=True, kw_only=True):
+    """`token_id_capture.store` of your own: every process builds its own ends from these names."""
+
+    sink: Annotated[str, Meta(description="The sink, as `module:Class`.")]
+    source: Annotated[str | None, Meta(description="The source, as `module:Class`; absent: the sink is both.")] = None
+    config: Annotated[dict[str, Any], Meta(description="Keyword arguments of both.")] = {}
+
+
 class CaptureConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`token_id_capture`: the tokens of every call of selected agents, kept for training."""
 
     enabled: Annotated[bool, Meta(description="Capture the agents that say `token_id_capture: true`.")] = False
     all_agents: Annotated[bool, Meta(description="Capture every agent.")] = False
     store: Annotated[
-        Literal["sqlite", "memory"], Meta(description="Where evidence is kept: one file a run, or memory (tests).")
+        Literal["sqlite", "jsonl", "memory"] | TransportNames,
+        Meta(
+            description="Where evidence is kept: one file a run on a local disk, files in NeMo Gym's layout on any "
+            "disk, memory (tests), or a transport of your own."
+        ),
     ] = "sqlite"
     on_capture_error: Annotated[
         Literal["mask", "fail"], Meta(description="A loss after dispatch masks the rollout, or fails the model call.")

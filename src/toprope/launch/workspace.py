@@ -31,10 +31,10 @@ class Workspace:
 
     def __init__(self, path: Path) -> None:
         self.run_dir = RunDir(path)
-        self.run_dir.refuse_used()
         self._made_key = False
-        self._made = [parent for parent in (path, *path.parents) if not parent.exists()]
         try:
+            self.run_dir.refuse_used()
+            self._made = [parent for parent in (path, *path.parents) if not parent.exists()]
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
@@ -61,7 +61,7 @@ class Workspace:
 
     def abandon(self) -> None:
         """Remove what only this object made, if no run, capture or call was written; else leave everything."""
-        if self.run_dir.held() or self.run_dir.capture_db.exists():
+        if self.run_dir.held() or self.run_dir.capture_db.exists() or self.run_dir.capture_files.exists():
             return
         if self.calls.exists() and self.calls.stat().st_size == 0:
             self.calls.unlink()

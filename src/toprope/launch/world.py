@@ -14,9 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
-from toprope.capture.memory_store import MemoryStore
 from toprope.capture.recorder import Recorder
-from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.tree import ConfigError, TopropeError
 from toprope.http.app import Limits, ServerApp
 from toprope.http.client import Client, Peer, Role
@@ -24,6 +22,7 @@ from toprope.launch.config import Configuration
 from toprope.launch.construct import GROUPS, build, find
 from toprope.launch.parts import Parts
 from toprope.launch.settings import ROLES, AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig, ServerConfig
+from toprope.launch.stores import Custody, open_custody
 from toprope.launch.strict import Where, shown
 from toprope.launch.workspace import Workspace
 from toprope.servers.agent.server import AgentServer
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-Store = SqliteStore | MemoryStore
 OnSession = Callable[[SessionReport], Awaitable[None] | None]
 
 
@@ -78,7 +76,7 @@ class World:
         self.configuration = configuration
         self.parts = parts
         self.client = client
-        self.store: Store | None = None
+        self.custody: Custody | None = None
         self.addresses: dict[str, ServerAddress] = {}
         self._bind_all = bind
         self._on_session = on_session
@@ -89,14 +87,14 @@ class World:
         self._key = workspace.signing_key() if workspace is not None else secrets.token_bytes(32)
         self._calls = CallLog(workspace.calls) if workspace is not None else None
         if workspace is not None and capture:
-            in_memory = configuration.capture.store == "memory"
-            self.store = MemoryStore() if in_memory else SqliteStore(workspace.run_dir.capture_db)
+            where = Where(configuration.file).at("token_id_capture")
+            self.custody = open_custody(configuration.capture, workspace.run_dir, where)
 
     async def start(self) -> None:
         """On return every server can be called, engines included. Raises what the first that cannot start raises."""
         try:
-            if isinstance(self.store, SqliteStore):
-                await self.store.settle_dead_writers()
+            if self.custody is not None:
+                await self.custody.settle_dead_writers()
             for role in ROLES.values():
                 await self._start_role(role)
         except BaseException:
@@ -111,8 +109,8 @@ class World:
             await _quietly(app.stop(), app.name)
         for recorder in self._recorders:
             await _quietly(recorder.close(), "a recorder")
-        if self.store is not None:
-            await _quietly(self.store.close(), "the capture store")
+        if self.custody is not None:
+            await _quietly(self.custody.close(), "the capture store")
         if self._calls is not None:
             self._calls.close()
         await _quietly(self.client.close(), "the client")
@@ -191,9 +189,11 @@ class World:
                 raise ConfigError(f"{where.at('use')}: {shown(config.use)} is no ModelServer; accepted: a subclass.")
             target = found
         recorder = None
-        if self.store is not None:
+        if self.custody is not None:
             recorder = Recorder(
-                self.store, reader=self.store, on_capture_error=self.configuration.capture.on_capture_error
+                self.custody.sink,
+                reader=self.custody.reader,
+                on_capture_error=self.configuration.capture.on_capture_error,
             )
             self._recorders.append(recorder)
         return target(

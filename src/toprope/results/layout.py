@@ -6,7 +6,7 @@
         results.jsonl     one row a rollout with a verdict
         failures.jsonl    one row an attempt without one
         summary.json      what the readers make of the four above
-        capture.sqlite    the capture store
+        capture.sqlite    the capture store; or captures/, one set of files a rollout (store: jsonl)
         logs/             logs of servers
         signing.key       the key of session cookies, readable by the owner only
 
@@ -57,6 +57,10 @@ class RunDir:
     @property
     def capture_db(self) -> Path:
         return self.path / "capture.sqlite"
+
+    @property
+    def capture_files(self) -> Path:
+        return self.path / "captures"
 
     @property
     def logs_dir(self) -> Path:
