@@ -52,6 +52,11 @@ def test_a_place_that_cannot_be_a_directory_is_named(tmp_path: Path) -> None:
         Workspace(tmp_path / "file" / "out")
 
 
+def test_a_directory_with_a_name_too_long_for_the_file_system_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="the directory cannot be made: File name too long"):
+        Workspace(tmp_path / ("x" * 300))
+
+
 def test_a_long_name_still_names_a_directory() -> None:
     assert len(default_directory("x" * 300).name) < 150
 
