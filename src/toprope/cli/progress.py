@@ -147,7 +147,9 @@ def news(event: Event) -> str:
     if isinstance(event, Warned):
         return f"warning: {event.message}"
     if isinstance(event, Stopping):
-        return f"stopping ({event.reason}): nothing more is started. {event.message}".rstrip()
+        # Captured calls are waited for, up to the drain bound: somebody at a keyboard must know the way out.
+        wait = "Calls under way are closed first; Ctrl-C again ends at once. " if event.reason == "interrupted" else ""
+        return f"stopping ({event.reason}): nothing more is started. {wait}{event.message}".rstrip()
     return type(event).__name__
 
 

@@ -50,7 +50,7 @@ def test_plain_progress_tells_the_start_and_every_failure_at_once() -> None:
         "run r1: 2 tasks x 2, 16 at once, in runs/x",
         "retry of r1.0-0 in 1.5 s (agent_timeout): too slow",
         "failed r1.0-0 (verify_failed): ValueError: no",
-        "stopping (interrupted): nothing more is started.",
+        "stopping (interrupted): nothing more is started. Calls under way are closed first; Ctrl-C again ends at once.",
     ]
 
 
