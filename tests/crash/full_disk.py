@@ -32,8 +32,7 @@ WORD = {"type": "message", "role": "assistant", "content": [{"type": "output_tex
 def no_space(how: str, directory: Path) -> Iterator[None]:
     """Inside, nothing more fits."""
     if how == "limit":
-        largest = max((path.stat().st_size for path in directory.rglob("*") if path.is_file()), default=0)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (_largest(directory), resource.RLIM_INFINITY))
         try:
             yield
         finally:
@@ -45,6 +44,10 @@ def no_space(how: str, directory: Path) -> Iterator[None]:
             file.write(bytes(4096))
     yield
     ballast.unlink()
+
+
+def _largest(directory: Path) -> int:
+    return max((path.stat().st_size for path in directory.rglob("*") if path.is_file()), default=0)
 
 
 def evidence(key: str, ids: int = 50) -> CallEvidence:
@@ -85,6 +88,18 @@ async def capture(how: str, store: str, directory: Path) -> None:
     await made.close()
 
 
+async def group(how: str, store: str, directory: Path) -> None:
+    """One of ten puts that wait together is too large for what is left; the others are not."""
+    made = STORES[store](directory)
+    await made.put(sample_entry("first", "c1"))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (_largest(directory) + 300_000, resource.RLIM_INFINITY))
+    puts = (made.put(sample_entry(f"k{n}", "c1", prompt=np.arange(200_000 if n == 5 else 10))) for n in range(10))
+    for answer in await asyncio.gather(*puts, return_exceptions=True):
+        print(type(answer).__name__)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    await made.close()
+
+
 async def ledger(how: str, store: str, directory: Path) -> None:
     """The disk fills up when the second of three rollouts has run."""
     writer, source = STORES[store](directory / "captures"), STORES[store](directory / "captures")
@@ -116,6 +131,6 @@ async def ledger(how: str, store: str, directory: Path) -> None:
 
 if __name__ == "__main__":
     what, how, store, directory, copy = sys.argv[1:]
-    asyncio.run({"capture": capture, "ledger": ledger}[what](how, store, Path(directory)))
+    asyncio.run({"capture": capture, "group": group, "ledger": ledger}[what](how, store, Path(directory)))
     shutil.copytree(directory, copy)
     os._exit(0)

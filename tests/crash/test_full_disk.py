@@ -67,6 +67,18 @@ async def test_a_full_disk_masks_the_rollout_it_hit_and_no_other(tmp_path: Path,
     await custody.close()
 
 
+@pytest.mark.parametrize("store", sorted(STORES))
+async def test_a_put_that_does_not_fit_takes_none_of_its_group_along(tmp_path: Path, store: str) -> None:
+    directory, said = fill_up("group", "limit", store, tmp_path)
+    became = said.split()
+    assert became.count("PutAck") == 9
+    assert became[5] != "PutAck"
+    custody = STORES[store](directory)
+    for n in range(10):
+        assert len((await custody.freeze(f"k{n}")).entries) == (0 if n == 5 else 1), n
+    await custody.close()
+
+
 @pytest.mark.promise("CP-10")
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("store", sorted(STORES))

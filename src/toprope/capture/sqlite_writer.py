@@ -87,7 +87,10 @@ class SqliteWriter:
     # -- transactions ---------------------------------------------------------------------------------------------
 
     def commit(self, operations: Sequence[Operation]) -> Sequence[Any]:
-        """One answer or exception for each operation, all durable on return. Raises what made all of them fail."""
+        """One answer or exception for each operation, all durable on return. Raises what made all of them fail.
+
+        A commit that the disk refuses is tried again with each operation by itself: the small ones may fit.
+        """
         with self._file.locked_to_write() if self._connection is not None else self._file.locked():
             if self._connection is None:
                 self._connection = self._file.open_writer()
@@ -96,6 +99,10 @@ class SqliteWriter:
                 return self._transaction(operations, self._together)
             except _NotTogether:
                 return self._transaction(operations, self._one_by_one)
+            except sqlite3.Error:
+                if len(operations) == 1:
+                    raise
+                return [self._by_itself(operation) for operation in operations]
 
     def finish(self) -> None:
         """Close the connection; afterwards the file holds everything without its log if nobody else has it open."""
@@ -123,6 +130,12 @@ class SqliteWriter:
         finally:
             self._staged.clear()
         return answers
+
+    def _by_itself(self, operation: Operation) -> Any:
+        try:
+            return self._transaction([operation], self._one_by_one)[0]
+        except sqlite3.Error as error:
+            return error
 
     def _together(self, operations: Sequence[Operation]) -> list[Any]:
         answers = [self._answer(operation) for operation in operations]
