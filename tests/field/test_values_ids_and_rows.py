@@ -236,6 +236,7 @@ async def test_a_reply_with_both_result_and_failure_or_neither_costs_one_row(tmp
     assert (summary.coverage.measured, summary.coverage.failed) == (2, 1)
     [failed] = lines(RunDir(tmp_path).failures)
     assert (failed["failure_kind"], failed["terminal"]) == ("bad_reply", True)
+    assert failed["delivery"] == "delivered"
     assert "exactly one of result and failure" in failed["failure_reason"]
 
 

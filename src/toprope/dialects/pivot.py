@@ -6,7 +6,7 @@ reply from that. Left to others: one dialect's own spelling (`chat_request`, `ch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -71,11 +71,6 @@ def with_item_ids(output: Iterable[Item], reply_id: str) -> tuple[Item, ...]:
         item.setdefault("status", "completed")
         items.append(item)
     return tuple(items)
-
-
-def carrier_index(output: Sequence[Item]) -> int | None:
-    """The position of the item that carries the token arrays: the last one, or None without items."""
-    return len(output) - 1 if output else None
 
 
 def request_items(request: ResponsesRequest) -> tuple[Item, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import Any, Literal, TypeAlias
 
 FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 """Why a generation ended, in Chat's words, which the other dialects are rendered from."""
@@ -22,17 +22,6 @@ Item: TypeAlias = dict[str, Any]
 
 Tool: TypeAlias = dict[str, Any]
 """One entry of `tools`: `{"type": "function", "name", "description"?, "parameters", "strict"?}` or a foreign kind."""
-
-
-class FunctionCall(TypedDict, total=False):
-    """A `function_call` item; `arguments` is the string the model produced, never parsed and dumped again."""
-
-    type: Literal["function_call"]
-    id: str
-    call_id: str
-    name: str
-    arguments: str
-    status: str
 
 
 @dataclass(frozen=True, slots=True)

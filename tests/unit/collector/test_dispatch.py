@@ -56,6 +56,23 @@ async def test_a_retry_that_is_due_later_is_waited_for() -> None:
     assert seen == [0, 1, 2]
 
 
+async def test_a_stop_ends_a_wait_for_a_retry_that_is_due_much_later() -> None:
+    stop, plan = StopSignal(), schedule(1, backoff_s=3600.0, backoff_cap_s=3600.0)
+
+    async def attempt(which: Attempt) -> None:
+        plan.failed(which, DROPPED, asyncio.get_running_loop().time())
+
+    async def stop_when_nothing_runs() -> None:
+        for _ in range(20):  # the attempt ends, and dispatch begins to wait
+            await asyncio.sleep(0)
+        stop.request("interrupted", cancel=True)
+
+    stopping = asyncio.create_task(stop_when_nothing_runs())
+    await asyncio.wait_for(run(plan, attempt, stop=stop), 30)
+    await stopping
+    assert stop.reason == "interrupted"
+
+
 async def test_a_stop_that_drains_lets_requests_end() -> None:
     stop, ended = StopSignal(), []
     started, gate = asyncio.Event(), asyncio.Event()

@@ -416,7 +416,7 @@ async def test_verify_waits_for_a_tool_call_that_still_runs(client: Client) -> N
     await environment.entered.wait()
     verifying = asyncio.create_task(house.post("/verify", VERIFY, token="tok"))
     session = house.server.sessions.open_session("s1")
-    while session.users < 2:  # noqa: ASYNC110  # no event says that a call came in and waits for its turn
+    while session.users < 2 and not verifying.done():  # noqa: ASYNC110  # no event says that a call came in and waits for its turn
         await asyncio.sleep(0)
     environment.gate.set()
     assert (await running).json() == 4
