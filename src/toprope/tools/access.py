@@ -123,7 +123,10 @@ class ToolAccess:
         gaps: list[str] = []
         for grant in grants:
             try:
-                direct.append(_open_direct(grant, client))
+                opened = _open_direct(grant, client)
+                if direct:  # nothing in a call says which of two it means
+                    raise _unavailable(grant, f"one direct_http grant can be used, and {direct[0].name} is it")
+                direct.append(opened)
             except TopropeError as error:
                 if grant.required:
                     raise
@@ -159,10 +162,9 @@ class ToolAccess:
 
 def _open_direct(grant: Grant, client: Client) -> DirectHttpTools:
     if not isinstance(grant, DirectHttpGrant):
-        raise TopropeError(
-            f"grant {grant.name}: this agent server uses direct_http grants only, not {type(grant).__name__}",
-            kind=Kind.GRANT_UNAVAILABLE,
-            status=422,
-            retryable=False,
-        )
+        raise _unavailable(grant, f"this agent server uses direct_http grants only, not {type(grant).__name__}")
     return DirectHttpTools(grant, client)
+
+
+def _unavailable(grant: Grant, why: str) -> TopropeError:
+    return TopropeError(f"grant {grant.name}: {why}", kind=Kind.GRANT_UNAVAILABLE, status=422, retryable=False)

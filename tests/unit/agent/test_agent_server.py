@@ -184,6 +184,9 @@ async def test_duplicate_grant_names_and_unknown_grants_are_refused(make_house: 
     assert (await house.seed(tool_accesses=[{**direct, "name": ".."}])).status == 422
     refused = await house.seed(tool_accesses=[stdio])
     assert (refused.json()["error"]["kind"], refused.json()["error"]["retryable"]) == ("grant_unavailable", False)
+    second = await house.seed(tool_accesses=[direct, {**direct, "name": "other"}])
+    assert second.json()["error"]["kind"] == "grant_unavailable"
+    assert "env is it" in second.json()["error"]["message"]
     assert (await house.seed(tool_accesses=[direct, {**stdio, "required": False}])).status == 200
     gaps = (await house.close()).json()["agent_observations"]["gaps"]
     assert len(gaps) == 1
