@@ -36,6 +36,7 @@ from toprope.results.rows import encode_row
 from toprope.storage.rows import Row, read_rows
 from toprope.tokens.receipts import receipts_of
 from toprope.tokens.snapshot import Receipt
+from toprope.trajectory.project import is_native
 from toprope.trajectory.proof import check_row_against_receipts
 
 _Attempt = tuple[str, int]
@@ -214,8 +215,11 @@ class _Audit:
         attempt = _attempt_of(row)
         dispatched = self._journal.dispatches.get(attempt) if attempt is not None else None
         metrics = row.get("_ng_token_capture")
-        if attempt is None or dispatched is None or not dispatched.captured or not isinstance(metrics, dict):
+        if attempt is None or dispatched is None or not dispatched.captured:
             self._structure(row, where)
+            return
+        if not isinstance(metrics, dict):
+            await self._native(row, capture_key(*attempt), where)
             return
         self.counts["captured"] += 1
         key = capture_key(*attempt)
@@ -233,6 +237,19 @@ class _Audit:
         self._calls(metrics, receipts, where)
         self.counts["calls"] += len(receipts)
         self.counts["proven"] += not found and not masked
+
+    async def _native(self, row: dict[str, Any], key: str, where: str) -> None:
+        """A row of a captured attempt that delivery left alone: ids of the agent's own, or it was tampered with."""
+        self._structure(row, where)
+        receipts = await self._receipts(key)
+        response = row.get("response")
+        if not receipts:
+            return
+        if not isinstance(response, dict) or not is_native(response.get("output")):
+            message = f"{len(receipts)} calls are recorded, and the row has neither their ids nor _ng_token_capture"
+            self.say("calls_unaccounted_for", where, message)
+        elif check_row_against_receipts(row, receipts):
+            self.notes.append(f"{where}: the agent returned token ids of its own, which no recorded call bears out")
 
     def _structure(self, row: dict[str, Any], where: str) -> None:
         """What can be said without receipts: bundles whole, logprobs finite and aligned, prompts contiguous."""

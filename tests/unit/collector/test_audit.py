@@ -122,6 +122,27 @@ async def test_a_forger_who_also_rewrites_the_journal_is_still_found_by_the_rece
 
 
 @pytest.mark.promise("UX-5")
+def strip_metrics(rows: Rows) -> None:
+    del rows[0]["_ng_token_capture"]
+    trained(rows)["generation_token_ids"][0] += 1
+
+
+def strip_everything(rows: Rows) -> None:
+    del rows[0]["_ng_token_capture"]
+    for item in rows[0]["response"]["output"]:
+        for key in ("prompt_token_ids", "generation_token_ids", "generation_log_probs"):
+            item.pop(key, None)
+
+
+async def test_a_captured_row_that_lost_its_capture_metrics_is_found_or_named(run_dir: RunDir) -> None:
+    before = (run_dir.path / "results.jsonl").read_bytes()
+    edit(run_dir.path / "results.jsonl", strip_metrics)
+    assert any("no recorded call bears out" in note for note in (await prove(run_dir)).notes)
+    (run_dir.path / "results.jsonl").write_bytes(before)
+    edit(run_dir.path / "results.jsonl", strip_everything)
+    assert "calls_unaccounted_for" in kinds(await prove(run_dir))
+
+
 async def test_two_rows_that_exchanged_responses_and_capture_metrics_are_found(run_dir: RunDir) -> None:
     def swap(rows: Rows) -> None:
         first, second = [row for row in rows if not row["mask_sample"]][:2]
