@@ -13,6 +13,7 @@ What becomes of a key is `tokens.lifecycle`'s, reading `jsonl_shelf`'s and `json
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -181,6 +182,17 @@ class JsonlCaptures:
             self._desk.sweep(shelf)
             return True
 
+    def discard(self, key: str) -> bool:
+        """Evidence goes for good, its fence stays; a capture of a live writer, or a tombstone, does not go."""
+        found = self.info(key)
+        if found is None or found[1].writer == "live" or found[1].state not in (Phase.OPEN, Phase.FROZEN):
+            return False
+        snapshot = self.freeze(key, "discarded")
+        return self.drop(key, snapshot.snapshot_id, snapshot.version) and self.sweep(key, math.inf)
+
+    def was_swept(self, key: str) -> bool:
+        return self._desk.was_swept(key)
+
     def remove_scraps(self, older_than: float) -> None:
         self._desk.remove_scraps(older_than)
 
@@ -222,7 +234,7 @@ class JsonlCaptures:
                 created = min((stat.mtime_ns for stat in shelf.stats.values() if stat is not None), default=0) / 1e9
             abandoned = state is not None and state.abandoned
             writer = None
-            if head.phase is Phase.OPEN and not abandoned:
+            if head.phase is not Phase.RETIRED:
                 writer = writer_state(shelf.writers(), {each: self._epochs.is_live(each) for each in shelf.writers()})
             epochs = {shelf.begun.get(call, Intent()).writer_epoch for call in dangling}
             return created, CaptureInfo(

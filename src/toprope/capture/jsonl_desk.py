@@ -282,6 +282,11 @@ class Desk:
         rollout, attempt = fence_key(key)
         return Phase.FENCED if self._fence(rollout).keeps_out(attempt) else Phase.ABSENT
 
+    def was_swept(self, key: str) -> bool:
+        """Whether the key's attempt, or a later one, was swept."""
+        rollout, attempt = fence_key(key)
+        return attempt <= self._fence(rollout).swept
+
     def lift_fence(self, key: str) -> None:
         """On return the key's attempt is the last one that was seen, durably."""
         rollout, attempt = fence_key(key)

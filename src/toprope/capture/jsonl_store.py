@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -153,6 +153,15 @@ class JsonlStore:
         swept = [await self._run(key, partial(self._captures.sweep, key, limit)) for key in old]
         await self._run(_WHOLE_DIRECTORY, lambda: self._captures.remove_scraps(older_than))
         return sum(swept)
+
+    async def discard(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """Once it returns the captures under `keys` are gone, durably, but for those of live writers; which went."""
+        gone = [await self._run(key, partial(self._captures.discard, key)) for key in keys]
+        return tuple(key for key, went in zip(keys, gone, strict=True) if went)
+
+    async def was_swept(self, rollout_id: str) -> bool:
+        """Whether this key, or that of a later attempt, was swept or discarded."""
+        return await self._run(rollout_id, lambda: self._captures.was_swept(rollout_id))
 
     async def close(self) -> None:
         """Once it returns everything submitted before is durable and no handle is open. Twice: no-op."""

@@ -9,7 +9,7 @@ import secrets
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from toprope.capture.fence import Fence, fence_key
@@ -200,6 +200,16 @@ class MemoryStore:
                         rollout, attempt = fence_key(key)
                         self._fences[rollout] = self._fences.get(rollout, Fence()).swept_to(attempt)
             return len(old)
+
+    async def discard(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """Nothing goes: every writer of this store is alive, and all of it goes with the process."""
+        return ()
+
+    async def was_swept(self, rollout_id: str) -> bool:
+        """Whether this key, or that of a later attempt, was swept."""
+        with self._guard:
+            rollout, attempt = fence_key(rollout_id)
+            return attempt <= self._fences.get(rollout, Fence()).swept
 
     async def close(self) -> None:
         """Nothing to let go of."""

@@ -50,7 +50,7 @@ def _verdict(report: AuditReport) -> str:
         return f"{len(report.breaches)} breach{'es' * (len(report.breaches) > 1)}"
     unverifiable = report.counts["unverifiable"]
     if unverifiable:
-        return f"no breach found, {unverifiable} captured rows not proven: the receipts of their calls are gone"
+        return f"no breach found; unverifiable: {unverifiable} (captured rows whose receipts are gone)"
     return "proven"
 
 

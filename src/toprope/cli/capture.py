@@ -135,12 +135,10 @@ def sweep(
     \b
     toprope capture sweep runs/20260101-120000-demo-1a2b --older-than 30d
     """
-    from toprope.capture.protocols import DiscardingStore
     from toprope.cli.interrupts import Interrupts, run_async
     from toprope.cli.tables import seconds_of
     from toprope.collector.kept import kept_evidence, may_go
     from toprope.collector.reconcile import reconcile
-    from toprope.errors.tree import ConfigError
     from toprope.launch.evidence import capture_store, existing_directory
 
     run_dir = existing_directory(directory)
@@ -151,11 +149,7 @@ def sweep(
             if store is None:
                 return {"retired": 0, "tombstones": 0, "evidence": 0}
             retired = await reconcile(run_dir, store)
-            gone: tuple[str, ...] = ()
-            if evidence:
-                if not isinstance(store, DiscardingStore):
-                    raise ConfigError(f"--evidence: {type(store).__name__} cannot discard evidence; accepted: sqlite.")
-                gone = await store.discard(may_go(await kept_evidence(run_dir, store), limit))
+            gone = await store.discard(may_go(await kept_evidence(run_dir, store), limit)) if evidence else ()
             swept = await store.sweep_retired(limit)
             return {"retired": len(retired.retired), "tombstones": swept, "evidence": len(gone)}
 
