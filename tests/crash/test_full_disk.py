@@ -47,6 +47,7 @@ async def test_a_full_disk_masks_the_rollout_it_hit_and_no_other(tmp_path: Path,
     for verb, what in became.items():
         if what.startswith("refused: "):
             assert any(word in what for word in ("disk", "space", "too large")), (verb, what)
+            assert verb == "begin" or str(tmp_path / "small") in what, (verb, what)  # where
     if how == "full" or store == "sqlite":
         assert all(what.startswith("refused: ") for verb, what in became.items() if verb != "record")
     custody = STORES[store](directory)
@@ -87,6 +88,7 @@ async def test_a_row_that_the_disk_refuses_ends_the_run_and_its_evidence_stays(
 ) -> None:
     directory, said = fill_up("ledger", how, store, tmp_path)
     assert said.startswith("the run ended: OSError: ")
+    assert str(RunDir(tmp_path / "small").results) in said
     assert RunDir(directory).results.read_bytes().endswith(b"\n")  # nothing half written stays
     [row] = whole_rows(directory)
     assert row["_ng_rollout_id"] == "run.0-0"

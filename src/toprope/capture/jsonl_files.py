@@ -103,7 +103,8 @@ class OsFiles:
             try:
                 write_all(handle, data)
                 os.fsync(handle)
-            except BaseException:
+            except BaseException as failure:
+                _name(failure, path)
                 # After a failed sync the kernel may call lost pages clean; what stays behind is cut by the next writer.
                 with suppress(OSError):
                     os.ftruncate(handle, before)
@@ -117,6 +118,9 @@ class OsFiles:
         try:
             write_all(handle, data)
             os.fsync(handle)
+        except OSError as failure:
+            _name(failure, path)
+            raise
         finally:
             os.close(handle)
 
@@ -164,6 +168,12 @@ class OsFiles:
             yield handle
         finally:
             os.close(handle)
+
+
+def _name(failure: BaseException, path: Path) -> None:
+    """Say where: "no space left on device" alone does not."""
+    if isinstance(failure, OSError) and failure.filename is None:
+        failure.filename = str(path)
 
 
 def replace_durably(files: Files, path: Path, data: bytes) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import sqlite3
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from toprope.capture.sqlite_file import SqliteFile
 from toprope.capture.sqlite_reader import SqliteReader
 from toprope.capture.sqlite_settle import open_writers
 from toprope.capture.sqlite_writer import Operation, SqliteWriter
-from toprope.errors.tree import CaptureClosed
+from toprope.errors.tree import CaptureClosed, CaptureError
 from toprope.storage.group_commit import GroupCommit
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.lifecycle import typed_reason
@@ -37,7 +38,7 @@ class SqliteStore:
 
     Any number of stores in any number of processes of one machine may use one file. Raises `ConfigError` for a path on
     a network file system. All verbs raise `CaptureClosed` where the life cycle refuses them, `CaptureError` for a file
-    that is no store of ours, and `sqlite3.Error` when the disk refuses. A caller cancelled while a verb waits does not
+    that is no store of ours and when the disk refuses. A caller cancelled while a verb waits does not
     know whether it took effect. `freeze_listeners` are told the keys that this store froze.
     """
 
@@ -178,7 +179,12 @@ class SqliteStore:
         self._file.let_go()
 
     async def _write(self, operation: Operation) -> Any:
-        return await self._group.submit(operation)
+        try:
+            return await self._group.submit(operation)
+        except sqlite3.OperationalError as error:
+            raise CaptureError(
+                f"{self.path}: the disk refused this write, and nothing of it stands ({error})"
+            ) from error
 
     async def _read(self, question: Callable[[], T]) -> T:
         if self._closed:

@@ -155,7 +155,9 @@ class DurableRows:
         try:
             write_all(handle, data)
             os.fdatasync(handle)
-        except BaseException:
+        except BaseException as failure:
+            if isinstance(failure, OSError) and failure.filename is None:
+                failure.filename = str(self.path)  # "no space left on device" alone does not say where
             # After a failed sync the kernel may call lost pages clean: take all of it back, or stop for good.
             try:
                 os.ftruncate(handle, start)
