@@ -277,7 +277,8 @@ def test_a_directory_that_holds_a_run_is_refused_and_left_alone(place: Path) -> 
 
 
 def test_a_bug_is_named_in_one_paragraph_and_shown_whole_only_with_debug(place: Path) -> None:
-    (place / "broken.py").write_text("class Broken:\n    def __init__(self):\n        raise KeyError('inside')\n")
+    head = "from toprope import Environment\n\nclass Broken(Environment):\n"
+    (place / "broken.py").write_text(head + "    def __init__(self):\n        raise KeyError('inside')\n")
     command = ["run", "ledger.yaml", "--set", "servers.books.use=broken:Broken"]
     assert_one_paragraph(toprope(place, *command), "internal error: KeyError: 'inside'", "--debug", status=1)
     assert "Traceback" in toprope(place, *command, "--debug").stderr
