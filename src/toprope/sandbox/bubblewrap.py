@@ -87,7 +87,7 @@ class Bubblewrap:
         for tree in spec.read_only:
             if not os.path.isdir(tree):
                 raise ConfigError(f"sandbox read_only: {tree} is no directory of this host")
-        reap(self._leases.path)
+        self._leases.reap_if_due(self.name, _free)
         parents = host.groups.parents if isinstance(host.groups, cgroups.Place) else ()
         home, token = self._leases.open(
             self.name, spec, lambda sandbox_id: {"cgroups": [str(path / group_name(sandbox_id)) for path in parents]}
@@ -117,9 +117,11 @@ class Bubblewrap:
         return host
 
     async def _settle(self) -> tuple[Host | None, Report]:
-        if self._settled is None or (self._settled.done() and self._settled.cancelled()):
-            self._settled = asyncio.get_running_loop().create_task(self._probe())
-        return await asyncio.shield(self._settled)
+        settled = self._settled
+        # What failed is tried again by the next call: the machine may only have been busy.
+        if settled is None or (settled.done() and (settled.cancelled() or settled.result()[0] is None)):
+            settled = self._settled = asyncio.get_running_loop().create_task(self._probe())
+        return await asyncio.shield(settled)
 
     async def _probe(self) -> tuple[Host | None, Report]:
         groups: cgroups.Place | str = "switched off by the configuration"

@@ -18,6 +18,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,7 +118,7 @@ class Docker:
 
     def _make(self, spec: SandboxSpec, image: str) -> DockerSandbox:
         client = self._client()
-        self._leases.reap(self.name, self._free)
+        self._leases.reap_if_due(self.name, self._free)
         home, token = self._leases.open(self.name, spec, lambda sandbox_id: {"containers": [f"toprope-{sandbox_id}"]})
         try:
             (home.inside / "inside.py").write_text(Path(inside.__file__).read_text("utf-8"))
@@ -276,7 +277,10 @@ class BorrowedDocker:
 
     async def _watch(self, run: _Run, command: list[str], env: dict[str, str], wall_s: float) -> Completed:
         began = time.monotonic()
-        reading = asyncio.ensure_future(asyncio.to_thread(run.read, command, env, self._user))
+        # A thread of its own: in the loop's pool, as many runs as it has threads would keep `kill` from being called.
+        thread = ThreadPoolExecutor(1, "sandbox-run")
+        reading = asyncio.get_running_loop().run_in_executor(thread, run.read, command, env, self._user)
+        thread.shutdown(wait=False)
         try:
             while not reading.done():
                 left = began + wall_s - time.monotonic()

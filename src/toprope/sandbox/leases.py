@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
 import os
 import re
 import secrets
@@ -34,7 +35,10 @@ from toprope.storage.atomic import replace_file
 from toprope.storage.lock import FileLock
 
 _ID = re.compile(r"[0-9a-f]{16}")
+log = logging.getLogger("toprope.sandbox")
+
 _SOFT_S = 1.0
+_REAP_EVERY_S = 10.0
 _FORGOTTEN_S = 3600.0
 """Age of a directory without a lease (its maker died in the moment of making it) at which it is removed."""
 
@@ -136,6 +140,7 @@ class LeaseDirectory:
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
         self._lock = FileLock(self.path / ".lock")
+        self._reaped: float | None = None
 
     def open(
         self, provider: str, spec: SandboxSpec, resources: Callable[[str], dict[str, list[str]]]
@@ -186,6 +191,16 @@ class LeaseDirectory:
         home.end()
         free(home.lease)
         remove_tree(home.path)
+
+    def reap_if_due(self, provider: str, free: Callable[[Lease], None]) -> None:
+        """`reap`, at the first call and then not more often than every 10 s: who makes many sandboxes pays for few."""
+        now = time.monotonic()
+        if self._reaped is None or now - self._reaped > _REAP_EVERY_S:
+            self._reaped = now
+            try:
+                self.reap(provider, free)
+            except Exception as error:  # somebody else's sandbox: making a new one goes on, `reap` itself raises it
+                log.warning("sandbox leases in %s: one could not be reaped: %s", self.path, error)
 
     def reap(self, provider: str, free: Callable[[Lease], None]) -> tuple[str, ...]:
         """End every sandbox of `provider` whose lease is over; their ids. One that fails does not stop the others.

@@ -5,12 +5,17 @@ Left to others: how (`bubblewrap`, `docker`; `toprope.testing.local_sandbox` for
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from toprope.errors.tree import ConfigError
 from toprope.protocol.grants import SandboxAccess
 from toprope.sandbox.spec import Aspect, Completed, Report, SandboxSpec
+
+log = logging.getLogger("toprope.sandbox")
 
 KEEP_BYTES = 256 * 1024
 """Bytes kept of each output stream unless the caller says otherwise: more than any model reads at once."""
@@ -92,6 +97,27 @@ class SandboxProvider(Protocol):
 
     async def reap(self) -> tuple[str, ...]:
         """On return no sandbox of this kind is left whose owner is dead or whose lease is over; their ids."""
+
+
+@asynccontextmanager
+async def reaping(provider: SandboxProvider, *, every_s: float = 30.0) -> AsyncIterator[None]:
+    """Inside, `provider.reap()` is called at once and then every `every_s` seconds; a failure is logged."""
+
+    async def keep_on() -> None:
+        while True:
+            try:
+                if ids := await provider.reap():
+                    log.info("sandboxes reaped: %s", ", ".join(ids))
+            except Exception as error:  # the engine, a file: the next round tries again
+                log.warning("sandboxes by %s could not all be reaped: %s", provider.name, error)
+            await asyncio.sleep(every_s)
+
+    task = asyncio.create_task(keep_on())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
 
 
 async def require_limits(provider: SandboxProvider, wanted: Iterable[str] = tuple(Aspect)) -> Report:

@@ -63,7 +63,7 @@ class LocalSandboxes:
         return await asyncio.to_thread(self._leases.reap, self.name, _free)
 
     def _make(self, spec: SandboxSpec) -> LocalSandbox:
-        self._leases.reap(self.name, _free)
+        self._leases.reap_if_due(self.name, _free)
         home, token = self._leases.open(self.name, spec, lambda sandbox_id: {})
         return LocalSandbox(home, token, lambda home: self._leases.release(home, _free))
 

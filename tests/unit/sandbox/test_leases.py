@@ -20,6 +20,7 @@ from toprope.errors.tree import ConfigError
 from toprope.sandbox.bubblewrap import Bubblewrap, reap
 from toprope.sandbox.leases import LeaseDirectory
 from toprope.sandbox.owner import identify, this_process
+from toprope.sandbox.provider import reaping
 from toprope.sandbox.spec import Limits, SandboxLost, SandboxSpec, SandboxUnavailable
 from toprope.testing.local_sandbox import LocalSandboxes
 
@@ -158,6 +159,16 @@ async def test_two_reapers_at_once_take_each_sandbox_once(tmp_path: Path) -> Non
     assert set(taken) <= {each.sandbox_id for each in made}
     assert len(taken) == len(set(taken))
     assert left_in(tmp_path) == []
+
+
+async def test_a_process_that_lives_long_reaps_as_it_goes(tmp_path: Path) -> None:
+    provider = LocalSandboxes(tmp_path)
+    async with reaping(provider, every_s=0.001):
+        sandbox = await provider.create(SandboxSpec(lease_s=0.01))
+        while sandbox.sandbox_id in await asyncio.to_thread(left_in, tmp_path):
+            pass
+    with pytest.raises(SandboxLost):
+        await sandbox.run(["true"])
 
 
 async def test_a_damaged_lease_does_not_keep_the_others_from_being_reaped(tmp_path: Path) -> None:
