@@ -6,24 +6,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from toprope.capture.sqlite_store import SqliteStore
 from toprope.testing.capture_suite import sample_entry
-
-
-@pytest.fixture
-def memory_dir(tmp_path: Path) -> Iterator[Path]:
-    """A directory whose syncs are free, where there is one: what is torn here is torn by hand."""
-    shared = Path("/dev/shm")
-    where = Path(tempfile.mkdtemp(dir=shared if shared.is_dir() else tmp_path))
-    yield where
-    shutil.rmtree(where)
-
 
 WRITER = """
 import asyncio, sys
