@@ -84,14 +84,17 @@ class ServerApp:
             self._started = True
             self._stopped = self._calls.stopping = False
 
-    async def stop(self) -> None:
+    async def stop(self, *, drain_s: float | None = None) -> None:
         """On return nothing of this server runs: attached calls were cancelled (503 to their clients), detached ones
-        ended within the drain bound or were cancelled there, and shutdown ran, once."""
+        ended within the drain bound or were cancelled there, and shutdown ran, once.
+
+        `drain_s`: a shorter bound than the limits', of whoever knows that nobody waits for those calls any more.
+        """
         self._calls.stopping = True  # refuse from now on, also while another stop() drains
         async with self._life:
             if self._stopped:
                 return
-            await self._calls.drain(self.limits.drain_s)
+            await self._calls.drain(self.limits.drain_s if drain_s is None else min(drain_s, self.limits.drain_s))
             if self._shutdown is not None and self._started:
                 await self._shutdown()
             self._started = self._startup is None

@@ -44,16 +44,19 @@ class BoundServer:
         """The port that was bound."""
         return int(self.url.rpartition(":")[2])
 
-    async def close(self) -> None:
-        """On return the port is free, the app was stopped (drained) and every connection is closed. Idempotent."""
+    async def close(self, *, drain_s: float | None = None) -> None:
+        """On return the port is free, the app was stopped (drained) and every connection is closed. Idempotent.
+
+        `drain_s`: as `ServerApp.stop`.
+        """
         if self._closed is None:
-            self._closed = asyncio.get_running_loop().create_task(self._close())
+            self._closed = asyncio.get_running_loop().create_task(self._close(drain_s))
         await asyncio.shield(self._closed)
 
-    async def _close(self) -> None:
+    async def _close(self, drain_s: float | None) -> None:
         self._server.close()
         try:
-            await self.app.stop()
+            await self.app.stop(drain_s=drain_s)
         finally:
             for connection in list(self._state.connections):
                 connection.shutdown()  # idle ones close; one that still writes its reply closes after it

@@ -75,7 +75,7 @@ class RunJob:
                     ready(collector, world)
                 return await collector.collect(self.tasks)
             finally:
-                await world.stop()
+                await world.stop(drain_s=self.run.stop_s)  # the collector is done: nobody reads what these calls say
         finally:
             await asyncio.to_thread(workspace.abandon)
 

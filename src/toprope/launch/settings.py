@@ -212,6 +212,13 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     budget_s: Annotated[
         PositiveSeconds | None, Meta(description="Wall-clock bound: then nothing new is sent, what runs is finished.")
     ] = None
+    stop_s: Annotated[
+        Seconds,
+        Meta(
+            description="Seconds that model calls still open get when the run has ended or Ctrl-C stopped it; then "
+            "they are cancelled and recorded as aborted. A server's `limits.drain_s` may be shorter."
+        ),
+    ] = 10.0
     transport: Annotated[TransportConfig, Meta(description="Retries of calls between servers.")] = TransportConfig()
     out: Annotated[str | None, Meta(description="The run directory; absent: `runs/<date>-<name>-<short id>`.")] = None
     name: Annotated[str | None, Meta(description="The run's name in the directory's name; absent: the file's.")] = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
@@ -101,12 +102,20 @@ class World:
             await self.stop()
             raise
 
-    async def stop(self) -> None:
-        """On return nothing of this world runs and every handle is closed. Each step is tried, whatever others did."""
+    async def stop(self, *, drain_s: float | None = None) -> None:
+        """On return nothing of this world runs and every handle is closed. Each step is tried, whatever others did.
+
+        `drain_s`: seconds that captured calls get in all servers together; None: what the limits of each say.
+        """
+        ends = None if drain_s is None else time.monotonic() + drain_s
+
+        def left() -> float | None:
+            return None if ends is None else max(0.0, ends - time.monotonic())
+
         for server in reversed(self._bound):
-            await _quietly(server.close(), server.app.name)
+            await _quietly(server.close(drain_s=left()), server.app.name)
         for app in reversed(self._apps):
-            await _quietly(app.stop(), app.name)
+            await _quietly(app.stop(drain_s=left()), app.name)
         for recorder in self._recorders:
             await _quietly(recorder.close(), "a recorder")
         if self.custody is not None:

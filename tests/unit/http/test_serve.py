@@ -209,3 +209,28 @@ async def test_a_chunked_body_without_end_is_stopped_at_the_limit() -> None:
     assert b"1000 bytes" in answer
     writer.close()
     await bound.close()
+
+
+async def test_whoever_stops_a_server_may_shorten_its_drain_but_not_lengthen_it() -> None:
+    began, cancelled = asyncio.Event(), asyncio.Event()
+
+    async def work(request: Request) -> Reply:
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return text_reply("")
+
+    for limit, bound in ((100_000.0, 0.0), (0.0, 100_000.0)):
+        routes = [Route("POST", "/x", work, detached=True)]
+        server = await serve(build_app(name="m", role="model", routes=routes, limits=Limits(drain_s=limit)))
+        async with Client() as client:
+            call = asyncio.create_task(client.peer(server.url, "model").request("POST", "/x"))
+            await began.wait()
+            await server.close(drain_s=bound)
+            assert cancelled.is_set()
+            assert (await call).status == 503
+        began.clear()
+        cancelled.clear()
