@@ -237,7 +237,10 @@ class BorrowedBubblewrap:
             if (reason := self._home.end_reason()) is not None:
                 return reason
             if group is not None:
-                return Aspect.CPU if group.cpu_s() > limits.cpu_s else None
+                try:
+                    return Aspect.CPU if group.cpu_s() > limits.cpu_s else None
+                except FileNotFoundError:
+                    return "stop"  # the owner removed the group between two lines of ours
             return _passed(pid, limits)
 
         def started(pid: int) -> None:
