@@ -15,9 +15,6 @@ from toprope.catalog.tool_loop import ToolLoop
 from toprope.http.app import ServerApp
 from toprope.http.client import Client
 from toprope.http.serve import serve
-from toprope.launch import world as launch
-from toprope.launch.config import load_configuration
-from toprope.launch.parts import build_parts
 from toprope.servers.agent.server import AgentServer
 from toprope.servers.environment.base import EnvironmentServer
 from toprope.servers.environment.single_agent_turn import SingleAgentTurn
@@ -158,45 +155,6 @@ async def test_their_resources_agent_and_endpoint_work_under_our_environment_ser
     assert result["ng_agent_observations"]["gaps"] == ["the agent's close gave no observations"]
     assert (resources.opened, resources.closed, agent.opened, agent.closed) == (1, 1, 1, 1)
     assert len(endpoint.keys) == 3  # /v1/models at the start, two completions
-
-
-CONFIGURATION = """
-servers:
-  policy:  {{role: model, engine: {{kind: openai, base_url: "{endpoint}/v1", model: stranger}}}}
-  counter: {{role: resources, url: "{resources}"}}
-  harness: {{role: agent, url: "{agent}"}}
-  episode: {{role: environment, resources: counter, agent: harness, tools: [direct_http]}}
-"""
-
-
-@pytest.mark.promise("EP-18")
-async def test_strangers_by_url_work_in_one_configuration(world: World, tmp_path: Path) -> None:
-    endpoint, resources, agent = (
-        strangers.StrangerEndpoint(),
-        strangers.StrangerResources(),
-        strangers.StrangerAgent("told below"),
-    )
-    file = tmp_path / "strangers.yaml"
-    file.write_text(
-        CONFIGURATION.format(
-            endpoint=world.theirs(endpoint), resources=world.theirs(resources), agent=world.theirs(agent)
-        )
-    )
-    configuration = load_configuration(file, (), {})
-    launched = launch.World(
-        configuration, build_parts(configuration, world.client), world.client, workspace=None, capture=False
-    )
-    await launched.start()
-    world.stack.push_async_callback(launched.stop)
-    agent.model_url = launched.addresses["policy"].url  # bound, since a server elsewhere may have to reach it
-    task_input = {"responses_create_params": PARAMS, "task_data": {"goal": 5}}
-    task = {"task_id": {"taskset": "t", "task_id": "1"}, "task_input": task_input}
-    body = {"episode_id": EPISODE, "task": task}
-    outcome = (await launched.peer("episode").request("POST", "/run", body=body)).json()
-    assert outcome["failure"] is None
-    assert outcome["result"]["reward"] == 1.0
-    assert {key for path, key in resources.keys + agent.keys} == {KEY}
-    assert (resources.closed, agent.closed) == (1, 1)
 
 
 @pytest.mark.promise("ID-3")
