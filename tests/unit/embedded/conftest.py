@@ -9,9 +9,6 @@ from typing import Any, ClassVar
 
 import pytest
 
-pytest.importorskip("onnxruntime")
-pytest.importorskip("tokenizers")
-
 from toprope.servers.model.engines.base import EngineReply, EngineRequest
 from toprope.servers.model.engines.embedded.engine import EmbeddedEngine
 from toprope.servers.model.engines.embedded.gguf import GgufFile
