@@ -69,10 +69,11 @@ async def test_strangers_by_url_work_in_one_configuration(tmp_path: Path) -> Non
     assert summary.metrics.measures["reward"].rollouts.mean == 1.0
     assert (resources.opened, resources.closed) == (3, 3)
     assert (agent.opened, agent.closed) == (3, 3)
-    # Both participants saw every call under its rollout's prefix, the endpoint none.
+    # Both participants saw every call under its rollout's prefix, the endpoint none; at the start they were asked.
     keys = {f"{summary.run_id}.0-{repeat}" for repeat in range(3)}
-    assert {key for _, key in resources.keys} == keys
-    assert {key for _, key in agent.keys} == keys
+    for participant in (resources, agent):
+        assert participant.keys[0] == ("/health", None)
+        assert {key for _, key in participant.keys[1:]} == keys
     assert {key for _, key in endpoint.keys} == {None}
 
 

@@ -29,6 +29,7 @@ Role = Literal["model", "agent", "resources", "environment"]
 MAX_REPLY_BYTES = 256 * 2**20
 _STAMPED = frozenset({"model", "agent", "resources"})
 _PLAIN_TARGET = re.compile(r"[A-Za-z0-9/._~!$&'()*+,;=:@%?-]*")
+_AUTHORITY = re.compile(r"([A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 _SAFE = "/._~!$&'()*+,;=:@%?-"
 _MAX_REDIRECTS = 3
 
@@ -46,20 +47,13 @@ class Peer:
         connect_timeout_s: float,
         api_key: str | None = None,
     ) -> None:
-        parts = urlsplit(base_url)
-        if parts.scheme not in ("http", "https", "inline") or not parts.netloc or parts.query or parts.fragment:
-            raise ValueError(
-                f"URL {shown(base_url)!r}: expected http://host:port, https://host or inline://name, path allowed"
-            )
-        if "@" in parts.netloc:
-            raise ValueError(f"URL {shown(base_url)!r}: credentials do not belong into a URL; give an api_key")
-        self.origin = Origin(parts.scheme, parts.netloc)
+        self.origin, path = read_base_url(base_url)
         self.role = role
-        self._base = _raw_target(parts.path.rstrip("/"))
+        self._base = _raw_target(path)
         self._transport = transport
         self._replayer = replayer
         self._connect_timeout_s = connect_timeout_s
-        self._fixed: RawHeaders = [raw_field("host", parts.netloc), (b"user-agent", b"toprope")]
+        self._fixed: RawHeaders = [raw_field("host", self.origin.authority), (b"user-agent", b"toprope")]
         if role is not None:
             self._fixed.append((PROTOCOL.encode(), PROTOCOL_VERSION.encode()))
         if api_key is not None:
@@ -189,6 +183,25 @@ class Peer:
             delivery=Delivery.DELIVERED,
             upstream_status=reply.status,
         )
+
+
+def read_base_url(url: str) -> tuple[Origin, str]:
+    """Origin and path (without a slash at its end) of a server's URL. Raises `ValueError` for what is none."""
+    what = f"URL {shown(url)!r}: expected http://host:port, https://host or inline://name, path allowed"
+    try:
+        parts = urlsplit(url)
+        port = parts.port  # a property that raises for 'x' and 70000
+    except ValueError as error:
+        raise ValueError(f"{what} ({error})") from None
+    if parts.scheme not in ("http", "https", "inline") or not parts.netloc or parts.query or parts.fragment:
+        raise ValueError(what)
+    if "@" in parts.netloc:
+        raise ValueError(f"URL {shown(url)!r}: credentials do not belong into a URL; give an api_key")
+    if not _AUTHORITY.fullmatch(parts.netloc) or port == 0:
+        raise ValueError(f"{what}; {parts.netloc!r} is no host")
+    if any(character.isspace() for character in url):
+        raise ValueError(f"{what}; white space stands in it")
+    return Origin(parts.scheme, parts.netloc), parts.path.rstrip("/")
 
 
 def _raw_target(path: str) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from toprope.errors.tree import ConfigError
+from toprope.http.peer import read_base_url
 from toprope.launch.load import load_values
 from toprope.launch.settings import (
     ROLES,
@@ -28,6 +29,7 @@ from toprope.launch.settings import (
     TaskSource,
 )
 from toprope.launch.strict import Where, nearest, read, refuse_unknown, shown
+from toprope.wire.responses import REQUEST_PARAMETERS
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -106,10 +108,7 @@ def _check_server(configuration: Configuration, name: str, server: ServerConfig,
     if isinstance(server, ResourcesConfig) and server.protocol == "flat":
         raise ConfigError(f"{where.at('protocol')}: 'flat' is not supported yet; accepted: typed.")
     if server.url is not None:
-        if not server.url.startswith(("http://", "https://")):
-            raise ConfigError(
-                f"{where.at('url')}: {shown(server.url)} is not accepted; accepted: http://... or https://..."
-            )
+        _check_url(server.url, where.at("url"))
         for key in ("engine", "use"):
             if getattr(server, key, None) and not (key == "use" and isinstance(server, EnvironmentConfig)):
                 raise ConfigError(
@@ -136,10 +135,41 @@ def _check_server(configuration: Configuration, name: str, server: ServerConfig,
     if isinstance(server, EnvironmentConfig):
         _reference(configuration, server.resources, ResourcesConfig, where.at("resources"))
         _reference(configuration, server.agent, AgentConfig, where.at("agent"))
-        if server.tools and configuration.servers[server.resources or ""].api_key is not None:
+        _check_grants(configuration, server, where.at("tools"))
+
+
+def _check_url(url: str, where: Where) -> None:
+    reason = "is not accepted"
+    try:
+        if read_base_url(url)[0].scheme != "inline":
+            return
+    except ValueError as error:
+        reason = f"is no URL of a server: {error}"
+    raise ConfigError(f"{where}: {shown(url)} {reason}; accepted: http://host:port or https://host, with a path.")
+
+
+def _check_grants(configuration: Configuration, server: EnvironmentConfig, where: Where) -> None:
+    resources = configuration.servers[server.resources or ""]
+    if "mcp" in server.tools and resources.url is None:
+        raise ConfigError(
+            f"{where}: 'mcp' needs a resources server that offers its tools over MCP, and {server.resources!r}, which "
+            "is started here, does not yet; accepted: direct_http, or a resources server elsewhere (`url`) that does."
+        )
+    if server.tools and resources.api_key is not None:
+        raise ConfigError(
+            f"{where}: the resources server {server.resources!r} has an `api_key`, and a grant cannot "
+            "carry a credential for tools only yet; accepted: tools: [], or a resources server without a key."
+        )
+
+
+def _check_sampling(sampling: Mapping[str, Any], where: Where) -> None:
+    """A misspelt parameter would be sent on and ignored, and every reward of the run would mean something else."""
+    for name in sampling:
+        close = [] if name in REQUEST_PARAMETERS else get_close_matches(name, REQUEST_PARAMETERS, n=1, cutoff=0.8)
+        if close:
             raise ConfigError(
-                f"{where.at('tools')}: the resources server {server.resources!r} has an `api_key`, and a grant cannot "
-                "carry a credential for tools only yet; accepted: tools: [], or a resources server without a key."
+                f"{where.at(name)}: {name!r} is no parameter of a Responses request; did you mean {close[0]!r}? "
+                "Accepted: its parameters, and names of an engine's own that resemble none of them."
             )
 
 
@@ -152,8 +182,11 @@ def _check_run(configuration: Configuration, run: RunConfig, where: Where) -> No
         _reference(configuration, run.environment, EnvironmentConfig, where.at("environment"))
     elif run.environment is not None:
         for taskset, share in run.environment.items():
+            place = where.at("environment").at(taskset)
             name = share if isinstance(share, str) else share.environment
-            _reference(configuration, name, EnvironmentConfig, where.at("environment").at(taskset))
+            _reference(configuration, name, EnvironmentConfig, place)
+            if not isinstance(share, str):
+                _check_sampling(share.sampling, place.at("sampling"))
     for index, source in enumerate(task_sources(run)):
         if source.generate is not None:
             place = where.at("tasks").at(index) if isinstance(run.tasks, list) else where.at("tasks")

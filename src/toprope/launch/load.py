@@ -20,8 +20,24 @@ from toprope.launch.strict import FromEnvironment, Where, shown
 _REFERENCE = re.compile(r"\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::(?P<default>[^}]*))?\}")
 
 
+MAX_VALUES = 50_000
+"""Values that a configuration may hold once its aliases (`*name`) are followed: a few lines of YAML can stand for
+billions. The longest configuration we know of has some 2 000; reading this many takes a few seconds."""
+
+
 class _StrictLoader(yaml.SafeLoader):
     """Safe YAML that refuses a key written twice; the later one would silently win."""
+
+    composed = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        self.composed += 1
+        _refuse_too_many(self.composed)
+        return super().compose_node(parent, index)
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        _refuse_too_many(len(node.value))  # `<<` copies what it merges, each time anew before PyYAML 6.0.4
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[Any, int] = {}
@@ -63,13 +79,39 @@ def load_values(path: Path, sets: Sequence[str], environ: Mapping[str, str]) -> 
 def parse_yaml(text: str, where: Where) -> Any:
     """One YAML document as plain values. Raises `ConfigError` with line and column."""
     try:
-        return yaml.load(text, Loader=_StrictLoader)
+        value = yaml.load(text, Loader=_StrictLoader)
+        _count(value, 0)
+        return value
+    except _TooMany as error:
+        raise ConfigError(
+            f"{where}: the YAML holds more than {MAX_VALUES} values once its aliases (*name) are followed; accepted: "
+            "fewer; long lists belong into files of their own."
+        ) from error
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{where}{place}: this is not YAML: {error.problem or error.context}.") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{where}: this is not YAML: {error}") from error
+
+
+class _TooMany(Exception):
+    """More than `MAX_VALUES`."""
+
+
+def _refuse_too_many(count: int) -> None:
+    if count > MAX_VALUES:
+        raise _TooMany
+
+
+def _count(value: Any, before: int) -> int:
+    """`before` and how many values `value` holds, an aliased one as often as it is named. Raises `_TooMany`."""
+    count = before + 1
+    _refuse_too_many(count)
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            count = _count(item, count)
+    return count
 
 
 def apply_set(values: dict[str, Any], setting: str) -> None:
@@ -127,6 +169,11 @@ def expand(value: Any, environ: Mapping[str, str], where: Where) -> Any:
             )
         return found
 
+    if "${" in _REFERENCE.sub("", value):
+        raise ConfigError(
+            f"{where}: {shown(value)} holds a '${{' that begins no reference; accepted: ${{NAME}} or ${{NAME:default}} "
+            "(where a literal '${' is meant: ${DOLLAR:$}{)."
+        )
     whole = _REFERENCE.fullmatch(value)
     text = _REFERENCE.sub(replace, value)
     return FromEnvironment(text) if whole else text

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 
+from toprope.launch.load import MAX_VALUES
 from toprope.launch.settings import (
     ROLES,
     CaptureConfig,
@@ -22,29 +23,31 @@ from toprope.launch.settings import (
 )
 from toprope.launch.strict import type_name
 
-INTRODUCTION = """\
+INTRODUCTION = f"""\
 # Configuration
 
 Made from the settings by `python -m toprope.launch.reference`; do not edit.
 
 One YAML file. It is read strictly: an unknown key is refused with the nearest valid name, a key written twice too.
-`${NAME}` and `${NAME:default}` stand for environment variables; `--set a.b=c` changes one value from the command line.
+`${{NAME}}` and `${{NAME:default}}` stand for environment variables, any other `${{` is refused; `--set a.b=c` changes
+one value from the command line. A file holds at most {MAX_VALUES} values, an aliased one (`*name`) counted each time.
 
     servers:
-      policy:   {role: model, engine: {kind: embedded}}
-      sums:     {role: resources, use: reasoning_gym, config: {dataset: basic_arithmetic}}
-      solver:   {role: agent, use: tool_loop, model: policy, token_id_capture: true}
-      episode:  {role: environment, use: single_agent_turn, resources: sums, agent: solver, tools: [direct_http]}
+      policy:   {{role: model, engine: {{kind: embedded}}}}
+      sums:     {{role: resources, use: reasoning_gym, config: {{dataset: basic_arithmetic}}}}
+      solver:   {{role: agent, use: tool_loop, model: policy, token_id_capture: true}}
+      episode:  {{role: environment, use: single_agent_turn, resources: sums, agent: solver, tools: [direct_http]}}
     run:
       environment: episode
-      tasks: {generate: sums, size: 32, seed: 7}
+      tasks: {{generate: sums, size: 32, seed: 7}}
       repeats: 4
-    token_id_capture: {enabled: true}
+    token_id_capture: {{enabled: true}}
 
 `use` is an entry point (groups `toprope.environments`, `toprope.agents`, `toprope.protocols`, `toprope.engines` for
 `engine.kind`), or `module:Class`; modules beside the configuration and in the current directory are found. The
 servers share one process and call each other without sockets. A server binds a port when it has `port`, under
-`toprope serve`, and when the configuration names a server elsewhere (`url`) that may need to call it.
+`toprope serve`, and when the configuration names a server elsewhere (`url`) that may need to call it. `toprope run`
+and `toprope check` ask the servers elsewhere before anything else; any HTTP answer will do.
 """
 
 

@@ -67,7 +67,7 @@ class RunJob:
                 on_session=self._session_opened,
                 on_session_closed=self._session_closed,
             )
-            await world.start()
+            await world.start(ask=True)
             try:
                 check_capture(self.configuration, self.parts)  # again: some engines know only once they are up
                 self.collector = collector = self._collector(world, workspace, observers)

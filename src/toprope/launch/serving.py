@@ -7,18 +7,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toprope.errors.tree import ConfigError, TransportError
+from toprope.errors.tree import ConfigError
 from toprope.http.client import Client
 from toprope.launch.config import Configuration
 from toprope.launch.parts import Parts, build_parts
 from toprope.launch.run import check_capture, require_run, shares
 from toprope.launch.settings import AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig, TransportConfig
-from toprope.launch.strict import Where
 from toprope.launch.tasks import gather_tasks
 from toprope.launch.workspace import Workspace
 from toprope.launch.world import ServerAddress, World, role_of
-
-PROBE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +77,9 @@ async def check(configuration: Configuration) -> CheckReport:
                     f"run.environment names: {', '.join(sorted(served))}."
                 )
     world = World(configuration, parts, client, workspace=None, capture=False)
-    await world.start()
+    await world.start(ask=True)
     try:
         check_capture(configuration, parts)
-        await asyncio.gather(*(_probe(world, name) for name in configuration.servers))
         return CheckReport(tuple(_finding(world, parts, name) for name in configuration.servers), tasks, rollouts)
     finally:
         await world.stop()
@@ -92,18 +88,6 @@ async def check(configuration: Configuration) -> CheckReport:
 def _client(configuration: Configuration) -> Client:
     transport = configuration.run.transport if configuration.run is not None else TransportConfig()
     return Client(transport_budget_s=transport.budget_s, transport_attempts=transport.attempts)
-
-
-async def _probe(world: World, name: str) -> None:
-    """Any answer will do: strangers need not know our health routes."""
-    config = world.configuration.servers[name]
-    if config.url is None:
-        return
-    try:
-        await world.client.peer(config.url, None, api_key=config.api_key).request("GET", "/health", timeout_s=PROBE_S)
-    except TransportError as error:
-        where = Where(world.configuration.file).at("servers").at(name).at("url")
-        raise ConfigError(f"{where}: {config.url} does not answer: {error.message}") from error
 
 
 def _finding(world: World, parts: Parts, name: str) -> Finding:

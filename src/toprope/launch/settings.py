@@ -125,7 +125,10 @@ class EnvironmentConfig(_Server, frozen=True, kw_only=True):
     agent: Annotated[str | None, Meta(description="The agent server. Required unless `url` is given.")] = None
     tools: Annotated[
         list[Literal["direct_http", "mcp"]],
-        Meta(description="How the agent is given the environment's tools; none by default."),
+        Meta(
+            description="How the agent is given the environment's tools; none by default. `mcp` is for a resources "
+            "server elsewhere that offers it: ours do not yet."
+        ),
     ] = []
     gradable_on_timeout: Annotated[
         bool | None,
@@ -176,7 +179,10 @@ class EnvironmentShare(msgspec.Struct, frozen=True, kw_only=True):
     weight: Annotated[float, Meta(gt=0, description="Share of this taskset in the order of dispatch.")] = 1.0
     sampling: Annotated[
         dict[str, Any],
-        Meta(description="Fields set in `responses_create_params` of its tasks, such as temperature and seed."),
+        Meta(
+            description="Fields set in `responses_create_params` of its tasks, such as temperature and seed. Names of "
+            "an engine's own pass; one that nearly is a known parameter (`temprature`) is refused."
+        ),
     ] = {}
 
 

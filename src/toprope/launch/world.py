@@ -21,6 +21,7 @@ from toprope.http.app import Limits, ServerApp
 from toprope.http.client import Client, Peer, Role
 from toprope.launch.config import Configuration
 from toprope.launch.construct import GROUPS, build, find
+from toprope.launch.elsewhere import ask_elsewhere
 from toprope.launch.parts import Parts
 from toprope.launch.settings import ROLES, AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig, ServerConfig
 from toprope.launch.stores import Custody, open_custody
@@ -91,9 +92,13 @@ class World:
             where = Where(configuration.file).at("token_id_capture")
             self.custody = open_custody(configuration.capture, workspace.run_dir, where)
 
-    async def start(self) -> None:
-        """On return every server can be called, engines included. Raises what the first that cannot start raises."""
+    async def start(self, *, ask: bool = False) -> None:
+        """On return every server of ours can be called, engines included. Raises what the first that cannot start
+        raises. `ask`: first ask the servers elsewhere; raises `ConfigError` for one that does not answer.
+        """
         try:
+            if ask:
+                await ask_elsewhere(self.configuration, self.client)
             if self.custody is not None:
                 await self.custody.settle_dead_writers()
             for role in ROLES.values():

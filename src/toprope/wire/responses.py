@@ -17,6 +17,23 @@ FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
 """NeMo Gym's token arrays on an output item or a message; clients echo them back in history."""
 
+# fmt: off
+REQUEST_PARAMETERS = frozenset(
+    (
+        # of the Responses API
+        "background", "conversation", "include", "input", "instructions", "max_output_tokens", "max_tool_calls",
+        "metadata", "model", "parallel_tool_calls", "previous_response_id", "prompt", "prompt_cache_key", "reasoning",
+        "safety_identifier", "service_tier", "store", "stream", "stream_options", "temperature", "text",
+        "tool_choice", "tools", "top_logprobs", "top_p", "truncation", "user",
+        # what open engines take beside them
+        "best_of", "frequency_penalty", "ignore_eos", "length_penalty", "logit_bias", "logprobs", "max_tokens",
+        "min_p", "min_tokens", "n", "presence_penalty", "repetition_penalty", "seed", "skip_special_tokens", "stop",
+        "stop_token_ids", "top_k",
+    )
+)
+# fmt: on
+"""Names that a request's sampling settings may have; a name that resembles one of them is taken for a slip."""
+
 Item: TypeAlias = dict[str, Any]
 """One input or output item: message, reasoning, function_call, function_call_output or a kind we do not know."""
 

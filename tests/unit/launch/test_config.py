@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -9,6 +11,7 @@ import pytest
 
 from toprope.errors.tree import ConfigError
 from toprope.launch.config import Configuration, load_configuration, task_sources
+from toprope.launch.load import MAX_VALUES, parse_yaml
 from toprope.launch.settings import (
     ROLES,
     CaptureConfig,
@@ -19,6 +22,7 @@ from toprope.launch.settings import (
     TransportConfig,
 )
 from toprope.launch.strict import Where, read
+from toprope.wire.responses import REQUEST_PARAMETERS
 
 GOOD = """
 servers:
@@ -88,6 +92,17 @@ def test_the_example_of_the_documentation_reads_as_written(tmp_path: Path) -> No
         ("servers.policy.url=http://a", ["servers.policy.engine", "url", "one of them"]),
         ("servers.episode.episode_timeout_s=.inf", ["servers.episode.episode_timeout_s", "inf", "finite"]),
         ("servers.sums.config.until=2026-01-01", ["servers.sums.config.until", "date", "quotes"]),
+        ("servers.episode.tools=[mcp]", ["servers.episode.tools", "'mcp'", "'sums'", "does not yet", "direct_http"]),
+        ("servers.sums={role: resources, url: 'http://a b/'}", ["servers.sums.url", "'http://a b/'", "no host"]),
+        ("servers.sums={role: resources, url: 'http://a:x/'}", ["servers.sums.url", "http://host:port"]),
+        ("servers.sums={role: resources, url: 'http://a/b c'}", ["servers.sums.url", "white space"]),
+        ("servers.sums={role: resources, url: 'inline://a'}", ["servers.sums.url", "http://host:port"]),
+        (
+            "run.environment={sums: {environment: episode, sampling: {temprature: 1}}}",
+            ["run.environment.sums.sampling.temprature", "did you mean 'temperature'"],
+        ),
+        ("run.name='a${NOPE'", ["run.name", "'a${NOPE'", "${NAME}"]),
+        ("run.name='${1}'", ["run.name", "${NAME:default}"]),
         ("token_id_capture.max_mask_fraction=7", ["token_id_capture.max_mask_fraction", "7", "<= 1.0"]),
     ],
 )
@@ -118,6 +133,52 @@ def test_every_setting_can_be_given() -> None:
 def test_a_file_that_has_no_end_is_refused(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"run\.yaml: a value is nested too deeply"):
         load(tmp_path, text=text)
+
+
+def laughs(line: str) -> str:
+    """Nine names, each of which stands for the one before nine times."""
+    names = "abcdefghij"
+    return "\n".join(line.format(name=name, before=", ".join([f"*{was}"] * 9)) for was, name in pairwise(names))
+
+
+@pytest.mark.promise("UX-2")
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: &a [x]\n" + laughs("{name}: &{name} [{before}]"),
+        "- &a [x]\n" + laughs("- &{name} [{before}]"),
+        "servers: [" + "x, " * MAX_VALUES + "x]",
+    ],
+)
+def test_a_few_lines_that_stand_for_billions_of_values_are_refused_with_the_bound(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match=rf"run\.yaml: the YAML holds more than {MAX_VALUES} values"):
+        load(tmp_path, text=text)
+
+
+def test_mappings_merged_again_and_again_end_soon() -> None:
+    text = "a: &a {" + ", ".join(f"k{n}: 1" for n in range(9)) + "}\n" + laughs("{name}: &{name} {{<<: [{before}]}}")
+    with suppress(ConfigError):  # PyYAML before 6.0.4 copies each pair each time, and the bound ends that
+        assert parse_yaml(text, Where("run.yaml"))["j"] == {f"k{n}": 1 for n in range(9)}
+
+
+def test_sampling_passes_every_known_parameter_and_what_only_an_engine_knows(tmp_path: Path) -> None:
+    own = {"guided_json": "{}", "min_p": 0.1, "max_completion_tokens": 4, "chat_template_kwargs": {}}
+    sampling = {**dict.fromkeys(REQUEST_PARAMETERS, 1), **own}
+    change = "run.environment={sums: {environment: episode, sampling: " + msgspec.json.encode(sampling).decode() + "}}"
+    run = load(tmp_path, change).run
+    assert run is not None
+    assert isinstance(run.environment, dict)
+    assert run.environment["sums"] == EnvironmentShare(environment="episode", sampling=sampling)
+
+
+def test_a_dollar_and_a_brace_can_still_be_written(tmp_path: Path) -> None:
+    run = load(tmp_path, "run.name='${DOLLAR:$}{x} $5 {y}'").run
+    assert run is not None
+    assert run.name == "${x} $5 {y}"
+
+
+def test_a_resources_server_elsewhere_may_offer_mcp(tmp_path: Path) -> None:
+    load(tmp_path, "servers.sums={role: resources, url: 'http://a:1/x'}", "servers.episode.tools=[mcp]", "run=null")
 
 
 def test_a_file_that_is_not_yaml_names_line_and_column(tmp_path: Path) -> None:

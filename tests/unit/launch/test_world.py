@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,15 @@ import pytest
 from toprope import ModelServer, current_rollout_id
 from toprope.correlation.context import rollout_context
 from toprope.errors.tree import ConfigError, EngineUnavailable, TransportError
-from toprope.http.app import Limits
+from toprope.http.app import Limits, Route, build_app
 from toprope.http.client import Client
+from toprope.http.reply import Reply, json_reply
+from toprope.http.request import Request
+from toprope.http.serve import serve
 from toprope.launch.config import Configuration, read_configuration
+from toprope.launch.elsewhere import ask_elsewhere
 from toprope.launch.parts import build_parts
-from toprope.launch.run import check_capture, scoring_settings
+from toprope.launch.run import RunJob, check_capture, scoring_settings
 from toprope.launch.serving import check
 from toprope.launch.settings import LimitsConfig
 from toprope.launch.workspace import Workspace, read_calls
@@ -166,8 +171,6 @@ async def test_a_captured_agent_needs_an_engine_that_returns_ids() -> None:
 
 @pytest.mark.promise("UX-2")
 async def test_check_names_a_server_elsewhere_that_does_not_answer() -> None:
-    import socket
-
     with socket.socket() as held:  # bound and not listening
         held.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{held.getsockname()[1]}"
@@ -236,3 +239,50 @@ async def test_limits_and_return_token_ids_reach_the_model_server() -> None:
 def test_limits_may_change_between_a_run_and_its_resumption() -> None:
     servers = {**SERVERS, "policy": {**POLICY, "limits": {"max_body_bytes": 5}}}
     assert scoring_settings(configured(servers)) == scoring_settings(configured(SERVERS))
+
+
+@pytest.mark.promise("UX-2")
+@pytest.mark.parametrize("role", ["model", "resources", "agent", "environment"])
+async def test_a_run_finds_a_dead_server_elsewhere_before_it_sends_anything(tmp_path: Path, role: str) -> None:
+    name = {"model": "policy", "resources": "books", "agent": "clerk", "environment": "episode"}[role]
+    with socket.socket() as held:  # bound and not listening
+        held.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{held.getsockname()[1]}"
+        tasks = tmp_path / "tasks.jsonl"
+        tasks.write_text('{"responses_create_params": {"input": "hi"}}\n')
+        run = {
+            "environment": "episode",
+            "tasks": str(tasks),
+            "out": str(tmp_path / "out"),
+            "transport": {"budget_s": 0.1, "attempts": 1},
+        }
+        job = RunJob(configured({**SERVERS, name: {"role": role, "url": url}}, run=run))
+        with pytest.raises(ConfigError, match=rf"servers\.{name}\.url: {url} does not answer"):
+            await job.collect()
+    assert not (tmp_path / "out").exists()
+
+
+async def test_any_http_answer_of_a_server_elsewhere_counts_and_a_model_is_asked_for_its_models() -> None:
+    asked: list[str] = []
+
+    async def elsewhere(request: Request) -> Reply:
+        asked.append(request.path)
+        return json_reply(None, 302, headers={"location": "http://elsewhere.invalid/"})
+
+    async def broken(request: Request) -> Reply:
+        asked.append(request.path)
+        return json_reply(None, 503)
+
+    routes = [Route("GET", "/a/v1/models", elsewhere), Route("GET", "/b/v1/models", broken)]
+    bound = await serve(build_app(name="stranger", role="model", routes=routes))
+    servers = {
+        "policy": {"role": "model", "url": f"{bound.url}/a"},
+        "second": {"role": "model", "url": f"{bound.url}/b"},
+        "books": {"role": "resources", "url": f"{bound.url}/no/such/place"},
+    }
+    try:
+        async with Client() as client:
+            await ask_elsewhere(configured(servers), client)
+    finally:
+        await bound.close()
+    assert sorted(asked) == ["/a/v1/models", "/b/v1/models"]
