@@ -33,6 +33,18 @@ def loads(data: bytes | str) -> Any:
         raise NotJson(str(error)) from error
 
 
+def key_written_twice(data: bytes) -> str | None:
+    """The first key that stands twice in one object of a text that `loads` takes: readers disagree about its value."""
+    found: list[str] = []
+
+    def pairs(items: list[tuple[str, Any]]) -> None:
+        if len(set(names := [name for name, _ in items])) < len(names):
+            found.append(next(name for index, name in enumerate(names) if name in names[:index]))
+
+    json.loads(data, object_pairs_hook=pairs, parse_int=_nothing, parse_float=_nothing)
+    return found[0] if found else None
+
+
 def dumps(value: Any) -> bytes:
     """Compact JSON. Raises `NotJson` naming the path of a value that cannot be stored (NaN, infinities, bytes, ...)."""
     return _dumps(value, _encoder, sort=False)
@@ -73,6 +85,10 @@ def check_finite(value: Any, path: str = "$") -> None:
         elif isinstance(item, list | tuple) and set(map(type, item)) != {int}:
             # (A list of token ids holds no floats, which one pass in C shows.)
             stack.extend((inner, f"{where}[{index}]") for index, inner in enumerate(item))
+
+
+def _nothing(text: str) -> None:
+    """A number that nobody reads."""
 
 
 def _refuse_constant(name: str) -> Any:

@@ -46,5 +46,6 @@ def check(
     rows = [(found.name, found.role, found.where, "; ".join(found.facts)) for found in report.servers]
     typer.echo(columns(["server", "role", "where", "what it said"], rows), nl=False)
     if report.tasks is not None:
-        typer.echo(f"a run would have {report.tasks} tasks and {report.rollouts} rollouts")
+        shares = ", ".join(f"{count} in {name}" for name, count in (report.environments or {}).items())
+        typer.echo(f"a run would have {report.tasks} tasks and {report.rollouts} rollouts: {shares}")
     typer.echo(f"{config}: nothing stands in the way of a run")

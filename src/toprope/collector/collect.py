@@ -227,7 +227,7 @@ class Collector:
     def _plan(self, tasks: str | os.PathLike[str] | Iterable[TaskLike], taskset: str | None) -> Plan:
         self.run_dir.refuse_used()
         routes = {
-            key: Route(key, self._selects(place), place.weight, place.sampling)
+            key: Route(key, self._selects(place), place.weight, place.sampling, place.read)
             for key, place in self._destinations.items()
         }
         return make_plan(read_tasks(tasks, taskset=taskset), routes, run_id=self.run_id, repeats=self.settings.repeats)

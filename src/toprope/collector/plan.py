@@ -1,13 +1,13 @@
 """The plan: every rollout of a run, with its id, before anything is on disk or on the wire.
 
-Pure. Refuses two tasks or two rollouts with one id, naming both places, an id that is none, and a task set that no
-environment serves. What is dispatched when is `schedule`'s.
+Pure. Refuses two tasks or two rollouts with one id, naming both places, an id that is none, a task set that no
+environment serves, and an input that its protocol cannot read. What is dispatched when is `schedule`'s.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +15,22 @@ from toprope.canonical.digest import digest_bytes
 from toprope.canonical.json import dumps
 from toprope.collector.tasks import SourceTask
 from toprope.correlation.ids import check_rollout_id
-from toprope.errors.tree import ConfigError
+from toprope.errors.tree import ConfigError, TopropeError
 from toprope.protocol.ids import TaskId
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What the plan knows of a destination: the key of `run.environment` that serves a task set."""
+    """What the plan knows of a destination: the key of `run.environment` that serves a task set.
+
+    `read` is its protocol's reader of a task's input, whose exception refuses the task; None: only the server knows.
+    """
 
     key: str
     selected: bool
     weight: float
     sampling: Mapping[str, Any]
+    read: Callable[[Mapping[str, Any]], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +123,20 @@ def _planned(source: SourceTask, position: int, routes: Mapping[str, Route], rep
     task_id = TaskId(source.taskset, str(index) if source.task_id is None else source.task_id)
     task_input = with_sampling(source.task_input, route.sampling)
     body = dumps({"task_id": {"taskset": task_id.taskset, "task_id": task_id.task_id}, "task_input": task_input})
+    if route.read is not None:
+        _judge(route.read, task_input, source.where)
     # A row that says which repeat it is (NeMo Gym's expanded rows) keeps its place in the group, repeated or not.
     first = 0 if source.rollout_index is None else source.rollout_index * repeats
     return PlannedTask(index, task_id, body, route.key, route.selected, first, source.rollout_id, dict(source.routing))
+
+
+def _judge(read: Callable[[Mapping[str, Any]], object], task_input: Mapping[str, Any], where: str) -> None:
+    try:
+        read(task_input)
+    except TopropeError as error:
+        raise ConfigError(f"{where}: {error.message}.") from error
+    except Exception as error:  # an author's own protocol: told with its type and text, nothing ran
+        raise ConfigError(f"{where}: the protocol cannot read the task: {type(error).__name__}: {error}.") from error
 
 
 def with_sampling(task_input: dict[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -100,7 +100,8 @@ class Destination:
 
     `name` is the environment's, `selected` whether its agent's tokens are captured, `weight` its share of the
     dispatches while several task sets still have tasks, `sampling` what is set in `responses_create_params` of every
-    task (over what the task says).
+    task (over what the task says). `read` is the `read` of the environment's protocol, where it is known: a task that
+    it refuses is bad input, and nothing runs.
     """
 
     peer: Peer
@@ -108,6 +109,7 @@ class Destination:
     selected: bool = False
     weight: float = 1.0
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    read: Callable[[Mapping[str, Any]], object] | None = None
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:

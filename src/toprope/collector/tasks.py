@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from toprope.canonical.json import NotJson, dumps, loads
+from toprope.canonical.json import NotJson, dumps, key_written_twice, loads
 from toprope.errors.tree import ConfigError
 from toprope.protocol.episode import Task
 
@@ -97,6 +97,9 @@ def _read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 row = loads(text)
             except NotJson as error:
                 raise _refused(where, f"not JSON ({error})") from error
+            twice = key_written_twice(text)
+            if twice is not None:
+                raise _refused(where, f"the key {twice!r} stands twice in one object; accepted: once")
             if not isinstance(row, dict):
                 raise _refused(where, f"expected a JSON object, got {type(row).__name__}")
             yield where, row

@@ -1,4 +1,4 @@
-"""What a configuration names, built and not started: engines, environments, agents.
+"""What a configuration names, built and not started: engines, environments, agents, protocols.
 
 Nothing here binds, writes or asks anybody, so that a bad setting is found before anything exists. Left to others: the
 servers around these parts and their life (`world`).
@@ -16,20 +16,22 @@ from toprope.errors.tree import ConfigError
 from toprope.http.client import Client
 from toprope.launch.config import Configuration
 from toprope.launch.construct import GROUPS, build, find
-from toprope.launch.settings import AgentConfig, ModelConfig, ResourcesConfig
+from toprope.launch.settings import AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig
 from toprope.launch.strict import Where, shown
 from toprope.servers.agent.agent import Agent
+from toprope.servers.environment.base import EpisodeProtocol
 from toprope.servers.model.engines.base import Engine
 from toprope.servers.resources.environment import Environment
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The engines, environments and agents of the servers that run here, by server name."""
+    """The engines, environments, agents and protocols of the servers that run here, by server name."""
 
     engines: Mapping[str, Engine]
     environments: Mapping[str, Environment]
     agents: Mapping[str, Agent]
+    protocols: Mapping[str, EpisodeProtocol]
 
 
 def build_parts(configuration: Configuration, client: Client) -> Parts:
@@ -38,6 +40,7 @@ def build_parts(configuration: Configuration, client: Client) -> Parts:
     engines: dict[str, Engine] = {}
     environments: dict[str, Environment] = {}
     agents: dict[str, Agent] = {}
+    protocols: dict[str, EpisodeProtocol] = {}
     for name, config in configuration.servers.items():
         where = servers.at(name)
         if config.url is not None:
@@ -48,7 +51,9 @@ def build_parts(configuration: Configuration, client: Client) -> Parts:
             environments[name] = _named(config.use, "resources", config.config, where, Environment)
         elif isinstance(config, AgentConfig):
             agents[name] = _named(config.use, "agent", config.config, where, Agent)
-    return Parts(engines, environments, agents)
+        elif isinstance(config, EnvironmentConfig):
+            protocols[name] = _named(config.use, "environment", {}, where, EpisodeProtocol)
+    return Parts(engines, environments, agents, protocols)
 
 
 def _engine(settings: Mapping[str, Any], where: Where, client: Client) -> Engine:

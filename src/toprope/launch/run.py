@@ -16,6 +16,7 @@ import msgspec
 from toprope import __version__
 from toprope.collector.collect import Collector
 from toprope.collector.events import Observer
+from toprope.collector.plan import Route
 from toprope.collector.settings import CaptureSettings, Destination, RunSettings
 from toprope.collector.summary import Summary
 from toprope.collector.tasks import SourceTask
@@ -123,15 +124,14 @@ class RunJob:
         )
 
     def _destination(self, world: World, share: EnvironmentShare) -> Destination:
-        config = self.configuration.servers[share.environment]
-        assert isinstance(config, EnvironmentConfig)
-        selected = config.agent is not None and self.configuration.captured(config.agent)
+        known = route(self.configuration, self.parts, share.environment, share)
         return Destination(
             peer=world.peer(share.environment),
             name=share.environment,
-            selected=selected,
-            weight=share.weight,
-            sampling=share.sampling,
+            selected=known.selected,
+            weight=known.weight,
+            sampling=known.sampling,
+            read=known.read,
         )
 
     async def _session_opened(self, report: SessionReport) -> None:
@@ -165,6 +165,15 @@ def shares(run: RunConfig) -> dict[str, EnvironmentShare]:
         taskset: EnvironmentShare(environment=share) if isinstance(share, str) else share
         for taskset, share in (run.environment or {}).items()
     }
+
+
+def route(configuration: Configuration, parts: Parts, key: str, share: EnvironmentShare) -> Route:
+    """What the planner is told of a share of the run."""
+    config = configuration.servers[share.environment]
+    assert isinstance(config, EnvironmentConfig)
+    selected = config.agent is not None and configuration.captured(config.agent)
+    protocol = parts.protocols.get(share.environment)
+    return Route(key, selected, share.weight, share.sampling, None if protocol is None else protocol.read)
 
 
 def check_capture(configuration: Configuration, parts: Parts) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from toprope.errors.tree import ConfigError
+from toprope.collector.plan import make_plan
 from toprope.http.client import Client
 from toprope.launch.config import Configuration
 from toprope.launch.parts import Parts, build_parts
-from toprope.launch.run import check_capture, require_run, shares
+from toprope.launch.run import check_capture, require_run, route, shares
 from toprope.launch.settings import AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig, TransportConfig
 from toprope.launch.tasks import gather_tasks
 from toprope.launch.workspace import Workspace
@@ -30,11 +31,15 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """Every server of a configuration, and how many tasks a run would have (None without `run.tasks`)."""
+    """Every server of a configuration, and what a run would have (None without `run.tasks`).
+
+    `environments`: rollouts by environment server.
+    """
 
     servers: tuple[Finding, ...]
     tasks: int | None
     rollouts: int | None
+    environments: Mapping[str, int] | None
 
 
 async def serve_until(
@@ -64,25 +69,29 @@ async def check(configuration: Configuration) -> CheckReport:
     """Build, start and ask everything, run nothing, leave nothing. Raises `ConfigError` for what would not run."""
     client = _client(configuration)
     parts = build_parts(configuration, client)
-    tasks = rollouts = None
-    if configuration.run is not None and configuration.run.tasks is not None:
-        run = require_run(configuration)
-        found = gather_tasks(configuration, run, parts, file=None)
-        tasks, rollouts = len(found), len(found) * run.repeats
-        served = shares(run)
-        for task in found:
-            if task.taskset not in served and "*" not in served:
-                raise ConfigError(
-                    f"{task.where}: no environment serves the task set {task.taskset!r}; "
-                    f"run.environment names: {', '.join(sorted(served))}."
-                )
+    planned = await asyncio.to_thread(_planned, configuration, parts)
     world = World(configuration, parts, client, workspace=None, capture=False)
     await world.start(ask=True)
     try:
         check_capture(configuration, parts)
-        return CheckReport(tuple(_finding(world, parts, name) for name in configuration.servers), tasks, rollouts)
+        return CheckReport(tuple(_finding(world, parts, name) for name in configuration.servers), *planned)
     finally:
         await world.stop()
+
+
+def _planned(
+    configuration: Configuration, parts: Parts
+) -> tuple[int, int, Mapping[str, int]] | tuple[None, None, None]:
+    """Tasks, rollouts, and rollouts by environment, as the planner of a run makes them. Raises what it raises."""
+    if configuration.run is None or configuration.run.tasks is None:
+        return None, None, None
+    run = require_run(configuration)
+    to = shares(run)
+    routes = {key: route(configuration, parts, key, share) for key, share in to.items()}
+    tasks = gather_tasks(configuration, run, parts, file=None)
+    plan = make_plan(tasks, routes, run_id="check", repeats=run.repeats)
+    counts = Counter(to[task.route].environment for task in plan.tasks)
+    return len(plan.tasks), plan.expected, {name: count * run.repeats for name, count in counts.items()}
 
 
 def _client(configuration: Configuration) -> Client:

@@ -20,7 +20,7 @@ from toprope.errors.tree import ConfigError, TopropeError
 from toprope.http.app import Limits, ServerApp
 from toprope.http.client import Client, Peer, Role
 from toprope.launch.config import Configuration
-from toprope.launch.construct import GROUPS, build, find
+from toprope.launch.construct import find
 from toprope.launch.elsewhere import ask_elsewhere
 from toprope.launch.parts import Parts
 from toprope.launch.settings import ROLES, AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig, ServerConfig
@@ -189,7 +189,7 @@ class World:
                 return self._resources(name, config)
             if isinstance(config, AgentConfig):
                 return self._agent(name, config)
-            return self._environment(name, config, where)
+            return self._environment(name, config)
         except (ConfigError, ValueError) as error:
             if str(error).startswith(str(where)):
                 raise
@@ -244,7 +244,7 @@ class World:
             api_key=config.api_key,
         ).app
 
-    def _environment(self, name: str, config: EnvironmentConfig, where: Where) -> ServerApp:
+    def _environment(self, name: str, config: EnvironmentConfig) -> ServerApp:
         assert config.resources is not None
         assert config.agent is not None
         agent = self.configuration.servers[config.agent]
@@ -254,7 +254,7 @@ class World:
             gradable = environment is not None and environment.gradable_on_timeout
         return EnvironmentServer(
             name=name,
-            protocol=build(find(config.use, GROUPS["environment"], where.at("use")), {}, where),
+            protocol=self.parts.protocols[name],
             resources=self.peer(config.resources),
             agent=self.peer(config.agent),
             capture=self.configuration.captured(config.agent),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
 from toprope.collector.plan import Plan, Route, make_plan
 from toprope.collector.tasks import read_tasks
-from toprope.errors.tree import ConfigError
+from toprope.errors.tree import BadRequest, ConfigError
 
 ALL = {"*": Route("*", selected=False, weight=1.0, sampling={})}
 
@@ -113,3 +114,25 @@ def test_a_planned_line_is_a_task_again() -> None:
     again = plan(line)
     assert ids(again) == ["mine"]
     assert again.tasks_digest == planned.tasks_digest
+
+
+@pytest.mark.promise("UX-2")
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (BadRequest("task_input.x: is needed"), "task_input.x: is needed"),
+        (KeyError("x"), "cannot read the task: KeyErr"),
+    ],
+)
+def test_a_task_that_its_protocol_cannot_read_is_refused_with_its_place(error: Exception, told: str) -> None:
+    seen: list[Any] = []
+
+    def read(task_input: Mapping[str, Any]) -> None:
+        seen.append(task_input["responses_create_params"])
+        if len(seen) == 2:
+            raise error
+
+    routes = {"*": Route("*", selected=False, weight=1.0, sampling={"seed": 3}, read=read)}
+    with pytest.raises(ConfigError, match=f"task 1: .*{told}"):
+        plan(flat(), flat(), flat(), routes=routes)
+    assert seen[0] == {"input": "x", "seed": 3}, "what is judged is what would be sent"
