@@ -34,14 +34,21 @@ def loads(data: bytes | str) -> Any:
 
 
 def key_written_twice(data: bytes) -> str | None:
-    """The first key that stands twice in one object of a text that `loads` takes: readers disagree about its value."""
+    """The first key that stands twice in one object of a text that `loads` takes: readers disagree about its value.
+
+    Raises `NotJson` for nesting that only the fast parser follows.
+    """
     found: list[str] = []
 
     def pairs(items: list[tuple[str, Any]]) -> None:
-        if len(set(names := [name for name, _ in items])) < len(names):
+        if len(dict(items)) < len(items):
+            names = [name for name, _ in items]
             found.append(next(name for index, name in enumerate(names) if name in names[:index]))
 
-    json.loads(data, object_pairs_hook=pairs, parse_int=_nothing, parse_float=_nothing)
+    try:
+        json.loads(data, object_pairs_hook=pairs, parse_int=_nothing, parse_float=_nothing)
+    except RecursionError as error:
+        raise NotJson(str(error)) from error
     return found[0] if found else None
 
 

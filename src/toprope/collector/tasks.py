@@ -94,10 +94,9 @@ def _read_file(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 raise _refused(f"{path}, line {blank}", "a blank line stands between tasks; accepted at the end only")
             where = f"{path}, line {number}"
             try:
-                row = loads(text)
+                row, twice = loads(text), key_written_twice(text)
             except NotJson as error:
                 raise _refused(where, f"not JSON ({error})") from error
-            twice = key_written_twice(text)
             if twice is not None:
                 raise _refused(where, f"the key {twice!r} stands twice in one object; accepted: once")
             if not isinstance(row, dict):

@@ -72,6 +72,9 @@ def test_python_rows_of_every_shape_are_read() -> None:
     ("line", "says"),
     [
         (b"{nope", "not JSON"),
+        (b'{"responses_create_params": {"seed": 1, "seed": 2}}', "the key 'seed' stands twice"),
+        (b'{"responses_create_params": {}, "responses_create_params": {}}', "'responses_create_params' stands twice"),
+        (b'{"a":' * 995 + b"1" + b"}" * 995, "not JSON"),
         (b'{"responses_create_params": {"temperature": NaN}}', "NaN"),
         (b"[1]", "expected a JSON object, got list"),
         (b'{"x": 1}', "responses_create_params is missing"),
