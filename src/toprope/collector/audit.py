@@ -1,7 +1,9 @@
 """The audit: prove a run from its files and its capture store, and name everything that is not as it was delivered.
 
 Every row is held against two witnesses that do not stand in it: the journal (the digest of its bytes) and the capture
-record (receipts of each call: ids by chain hash, logprobs by digest). Left to others: how a row is proven against
+record (receipts of each call: ids by chain hash, logprobs by digest). So tokens are vouched for by the receipts; text,
+rewards and all else only by the digests in the journal. Whose row it is, is held against dispatch and tasks
+(`audit_identity`). Left to others: how a row is proven against
 receipts (`trajectory.proof`), what it adds up to (`results.account`).
 """
 
@@ -18,6 +20,7 @@ import msgspec
 from toprope.canonical.digest import digest_bytes
 from toprope.canonical.json import NotJson, loads
 from toprope.capture.protocols import CaptureInfo, CaptureLister, CaptureReader, DiscardingStore, ReceiptSource
+from toprope.collector.audit_identity import PlannedTasks
 from toprope.collector.summary import Summary, summarise
 from toprope.correlation.ids import capture_key
 from toprope.results.journal import (
@@ -31,7 +34,6 @@ from toprope.results.journal import (
     read_journal,
 )
 from toprope.results.layout import RunDir
-from toprope.results.manifest import read_manifest
 from toprope.results.rows import encode_row
 from toprope.storage.rows import Row, read_rows
 from toprope.tokens.receipts import receipts_of
@@ -97,6 +99,7 @@ class _Audit:
     def __init__(self, run_dir: RunDir, store: object | None) -> None:
         self._dir = run_dir
         self._store = store
+        self._tasks = PlannedTasks(run_dir)
         self._journal = _Journalled()
         self._captures: dict[str, CaptureInfo] = {}
         self._seen: dict[_Attempt, str] = {}
@@ -113,6 +116,8 @@ class _Audit:
 
     async def run(self) -> None:
         self._read_journal()
+        if self._tasks.fault is not None:
+            self.say("changed", "tasks.jsonl", self._tasks.fault)
         if isinstance(self._store, CaptureLister):
             self._captures = {info.rollout_id: info for info in await self._store.list_captures(retired=True)}
         for row, where in self._rows("results"):
@@ -122,7 +127,6 @@ class _Audit:
         self._missing_rows()
         self._stray_captures()
         self._sessions()
-        self._tasks()
         self._coverage()
         if self._moved:
             self.notes.append(f"{self._moved} rows are whole but do not stand where they were written")
@@ -172,6 +176,8 @@ class _Audit:
                 self.say("malformed", where, "the row has no _ng_rollout_id and _ng_attempt_index")
                 continue
             self._against_journal(attempt, name, row, value, where)
+            for difference in self._tasks.differences(value, self._journal.dispatches.get(attempt)):
+                self.say("identity_differs", where, difference)
             yield value, where
 
     def _parse(self, row: Row, where: str) -> dict[str, Any] | None:
@@ -339,16 +345,6 @@ class _Audit:
                 cut_off += 1  # the run was killed under it: its lease ends it, and there is no row to vouch for
         if cut_off:
             self.notes.append(f"{cut_off} sessions of attempts without an outcome were open when the run ended")
-
-    def _tasks(self) -> None:
-        manifest = read_manifest(self._dir.manifest)
-        try:
-            found = digest_bytes(self._dir.tasks.read_bytes().removesuffix(b"\n"))
-        except OSError as error:
-            self.say("changed", "tasks.jsonl", f"cannot be read: {error.strerror}")
-            return
-        if found != manifest.tasks_digest:
-            self.say("changed", "tasks.jsonl", "the tasks are not those that the manifest was made for")
 
     def _coverage(self) -> None:
         summary = summarise(self._dir)

@@ -209,6 +209,53 @@ def garble(rows: Rows) -> None:
     rows[0]["response"] = "gone"
 
 
+def rejournal(run_dir: RunDir) -> None:
+    """Write the digest of every result row into its outcome line, as a forger of both files would."""
+    rows = {
+        (row["_ng_rollout_id"], row["_ng_attempt_index"]): line
+        for line in run_dir.results.read_bytes().splitlines()
+        for row in [json.loads(line)]
+    }
+    journal = [json.loads(line) for line in run_dir.journal.read_bytes().splitlines()]
+    for line in journal:
+        if line["type"] == "outcome" and line["file"] == "results":
+            line["digest"] = digest_bytes(rows[line["rollout_id"], line["attempt"]])
+    run_dir.journal.write_bytes(b"".join(json.dumps(line).encode() + b"\n" for line in journal))
+
+
+@pytest.mark.promise("UX-5")
+@pytest.mark.parametrize(
+    ("key", "value", "witness"),
+    [
+        ("_ng_episode_id", {"rollout_id": "run.0-0", "attempt": 1}, "the row's own id"),
+        ("_ng_episode_id", None, "the row's own id"),
+        ("_ng_task_index", 3, "the dispatch"),
+        ("_ng_rollout_index", 1, "the dispatch"),
+        ("_ng_rollout_index", False, "the dispatch"),
+        ("_ng_task_id", {"taskset": "tasks", "task_id": "3"}, "task 0 of tasks.jsonl"),
+    ],
+)
+async def test_an_identity_that_dispatch_or_tasks_speak_against_is_found_though_the_journal_was_rewritten(
+    run_dir: RunDir, key: str, value: object, witness: str
+) -> None:
+    def change(rows: Rows) -> None:
+        next(row for row in rows if row["_ng_rollout_id"] == "run.0-0")[key] = value
+
+    edit(run_dir.results, change)
+    rejournal(run_dir)
+    (breach,) = [each for each in (await prove(run_dir)).breaches if each.kind != "changed"]
+    assert breach.kind == "identity_differs"
+    assert key in breach.message
+    assert witness in breach.message
+
+
+async def test_a_dispatch_of_a_task_that_was_never_planned_is_found(run_dir: RunDir) -> None:
+    edit(run_dir.tasks, lambda rows: [[], *rows[1:]])
+    found = {breach.kind: breach for breach in (await prove(run_dir)).breaches}
+    assert set(found) == {"changed", "identity_differs"}
+    assert "tasks.jsonl has no task 0" in found["identity_differs"].message
+
+
 @pytest.mark.promise("UX-5")
 @pytest.mark.parametrize(
     ("change", "kind"),
