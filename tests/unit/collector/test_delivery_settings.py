@@ -152,7 +152,9 @@ def test_the_configuration_reaches_format_deliver_and_the_bound() -> None:
     read = read_configuration({"servers": servers, "token_id_capture": told}, file="c.yaml", directory=Path())
     assert (read.capture.format, read.capture.deliver, read.capture.source_timeout_s) == ("trace", "all_chains", 3)
     with pytest.raises(ConfigError, match=r"token_id_capture\.deliver"):
-        read_configuration({"servers": servers, "token_id_capture": {"deliver": "both"}}, file="c.yaml", directory=Path())
+        read_configuration(
+            {"servers": servers, "token_id_capture": {"deliver": "both"}}, file="c.yaml", directory=Path()
+        )
     with pytest.raises(ConfigError, match=r"token_id_capture\.source_timeout_s"):
         CaptureSettings(source_timeout_s=0.0)
 
