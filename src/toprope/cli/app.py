@@ -12,6 +12,7 @@ import typer
 
 from toprope.cli import audit, capture, check, demo, run, serve, show, summary
 from toprope.cli.reporting import reporting
+from toprope.cli.usage import call
 
 app = typer.Typer(
     name="toprope",
@@ -53,4 +54,4 @@ def main() -> None:
     arguments = sys.argv[1:]
     debug = "--debug" in arguments
     with reporting(debug=debug):
-        app(args=[argument for argument in arguments if argument != "--debug"], prog_name="toprope")
+        sys.exit(call(app, [argument for argument in arguments if argument != "--debug"]))

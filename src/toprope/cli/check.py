@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def check(
-    config: Annotated[Path, typer.Argument(help="The configuration, one YAML file.")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, one YAML file.")],
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
     ] = None,

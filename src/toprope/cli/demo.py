@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
 
 def demo(
-    tasks: Annotated[int, typer.Option(min=1, help="Tasks for each of the two environments.")] = 8,
-    seed: Annotated[int, typer.Option(help="The seed that the tasks are made from.")] = 1,
+    tasks: Annotated[int, typer.Option(metavar="N", min=1, help="Tasks for each of the two environments.")] = 8,
+    seed: Annotated[int, typer.Option(metavar="N", help="The seed that the tasks are made from.")] = 1,
     out: Annotated[
-        Path | None, typer.Option(help="The run directory, new or empty. Absent: runs/<date>-demo-<short id>.")
+        Path | None,
+        typer.Option(metavar="DIR", help="The run directory, new or empty. Absent: runs/<date>-demo-<short id>."),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="One event a line as JSON, on standard output.")] = False,
 ) -> None:

@@ -66,7 +66,9 @@ def _parameters(name: str, command: Any) -> list[str]:
             continue
         text = getattr(parameter, "help", None)
         is_option = parameter.param_type_name == "option"
-        label = ", ".join(parameter.opts) if is_option else str(parameter.metavar or parameter.name.upper())
+        metavar = str(parameter.metavar or parameter.name.upper())
+        given = f" {metavar}" if parameter.metavar else ""
+        label = ", ".join(parameter.opts) + given if is_option else metavar
         if not text:
             raise ValueError(f"{name} {label} has no help")
         rows.append(f"| `{label}` | {text} |")

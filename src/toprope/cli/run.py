@@ -9,13 +9,16 @@ import typer
 
 
 def run(
-    config: Annotated[Path, typer.Argument(help="The configuration, one YAML file.")],
-    tasks: Annotated[Path | None, typer.Option(help="A JSONL file that replaces the configured tasks.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Take only the first tasks.")] = None,
-    repeats: Annotated[int | None, typer.Option(min=1, help="Rollouts a task.")] = None,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Episodes at once.")] = None,
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration, one YAML file.")],
+    tasks: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A JSONL file that replaces the configured tasks.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(metavar="N", min=1, help="Take only the first tasks.")] = None,
+    repeats: Annotated[int | None, typer.Option(metavar="N", min=1, help="Rollouts a task.")] = None,
+    concurrency: Annotated[int | None, typer.Option(metavar="N", min=1, help="Episodes at once.")] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The run directory, new or empty. Absent: runs/<date>-<name>-<short id>.")
+        Path | None,
+        typer.Option(metavar="DIR", help="The run directory, new or empty. Absent: runs/<date>-<name>-<short id>."),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")

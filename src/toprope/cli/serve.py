@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
 
 def serve(
-    config: Annotated[Path, typer.Argument(help="The configuration, one YAML file; it needs no `run` section.")],
+    config: Annotated[
+        Path, typer.Argument(metavar="CONFIG", help="The configuration, one YAML file; it needs no `run` section.")
+    ],
     out: Annotated[
-        Path | None, typer.Option(help="The directory for captures. Absent: runs/<date>-<name>-<short id>.")
+        Path | None,
+        typer.Option(metavar="DIR", help="The directory for captures. Absent: runs/<date>-<name>-<short id>."),
     ] = None,
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change one setting; may be repeated.")
