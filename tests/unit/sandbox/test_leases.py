@@ -153,7 +153,7 @@ async def test_sandboxes_do_not_see_each_other(tmp_path: Path) -> None:
 
 async def test_two_reapers_at_once_take_each_sandbox_once(tmp_path: Path) -> None:
     provider = LocalSandboxes(tmp_path)
-    made = [await provider.create(SandboxSpec(lease_s=0.01)) for _ in range(5)]
+    made = [await provider.create(SandboxSpec(lease_s=1e-6)) for _ in range(5)]
     both = await asyncio.gather(provider.reap(), LocalSandboxes(tmp_path).reap(), provider.reap())
     taken = [each for reaped in both for each in reaped]
     assert set(taken) <= {each.sandbox_id for each in made}
