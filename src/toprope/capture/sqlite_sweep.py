@@ -1,6 +1,7 @@
 """Explicit garbage collection in the sqlite store: kept evidence goes for good, its fence stays.
 
-Called inside a transaction of the writer. What may go is decided by whoever asks; a capture of a live writer never goes.
+Called inside a transaction of the writer. What may go is decided by whoever asks; a capture of a live writer never
+goes.
 """
 
 from __future__ import annotations
