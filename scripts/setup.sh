@@ -32,7 +32,7 @@ if [ ! -x .venv/bin/python ]; then
         fi
     fi
 fi
-pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
+pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; } # errors only
 
 echo "setup: installing into .venv for '$purpose' (first time: a minute or two)"
 pip install --upgrade "pip>=25.1"
@@ -48,10 +48,14 @@ if [ "$purpose" = dev ]; then
     pip install -c requirements/lock.txt filelock sympy networkx jinja2 fsspec
     pip install -c requirements/lock.txt --group lint --group test --group graph
 fi
-if [ "$purpose" = dev ] && ! command -v bwrap >/dev/null; then
-    # Optional: without it the tests of bubblewrap sandboxes are skipped.
-    if ! { command -v apt-get && [ "$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq bubblewrap; } >/dev/null 2>&1; then
-        echo "setup: no bwrap here (Debian: apt-get install bubblewrap); sandboxes by bubblewrap cannot be made or tested" >&2
-    fi
+if [ "$purpose" = dev ]; then
+    # System parts, each optional: <command>:<Debian package>:<what is not tested without it>.
+    for part in "bwrap:bubblewrap:sandboxes by bubblewrap" "strace:strace:that every acknowledgement follows a sync"; do
+        IFS=: read -r command package untested <<<"$part"
+        command -v "$command" >/dev/null && continue
+        if ! { [ "$(id -u)" = 0 ] && apt-get update -qq && apt-get install -y -qq "$package"; } >/dev/null 2>&1; then
+            echo "setup: no $command here (Debian: apt-get install $package); not tested: $untested" >&2
+        fi
+    done
 fi
 echo "$digest" >"$stamp"
