@@ -25,7 +25,16 @@ from toprope.tokens.entry import BadRecord, TokenEntry
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 from toprope.trajectory import reasons
 from toprope.trajectory.build import Built, Deliver, Masked, Trainable, build, metrics_json
-from toprope.trajectory.project import TRACES, content_only, is_native, project, size, usage, without_tokens
+from toprope.trajectory.project import (
+    TRACES,
+    content_only,
+    holds_traces,
+    is_native,
+    project,
+    size,
+    usage,
+    without_tokens,
+)
 from toprope.trajectory.terminal import witnesses_of
 
 log = logging.getLogger(__name__)
@@ -220,7 +229,7 @@ class _Work:
         return {"rebuilt_response": rebuilt, "mask_sample": False, "metrics": metrics}
 
     def _rebuild(self, built: Trainable, entries: Mapping[str, TokenEntry], metrics: dict[str, Any]) -> dict[str, Any]:
-        rebuilt = dict(self.response)
+        rebuilt = {name: value for name, value in self.response.items() if name != TRACES}
         as_items = self.format == "items" and len(built.traces) == 1
         if as_items:
             projected = size(built.traces[0], entries)
@@ -259,10 +268,10 @@ def _understood(snapshot: Any, key: str) -> TokenCaptureSnapshot:
 
 
 def _dump(entry: Any) -> Mapping[str, Any]:
-    """A foreign record's fields; NeMo Gym's name of the parent decision is read as ours."""
+    """A foreign record's fields; NeMo Gym's name of the parent decision is read as ours, and none as none."""
     dump = dict(entry if isinstance(entry, Mapping) else entry.model_dump())
     if "parent_resolution" in dump and "parent_decision" not in dump:
-        dump["parent_decision"] = dump.pop("parent_resolution") or "root"
+        dump["parent_decision"] = dump.pop("parent_resolution") or "unresolved"
     return dump
 
 
@@ -285,14 +294,17 @@ def _without_capture(row: Mapping[str, Any], reason: str, error: str) -> Deliver
 
 
 def _carries_tokens(response: Mapping[str, Any]) -> bool:
-    return TRACES in response or is_native(response.get("output"))
+    return holds_traces(response) or is_native(response.get("output"))
 
 
 def _stripped(response: Mapping[str, Any]) -> dict[str, Any] | None:
     """The response of a masked row without stray token fields; None when it has none."""
     output = response.get("output")
     clean = without_tokens(output)
-    return None if clean is output else {**response, "output": clean}
+    if clean is output and TRACES not in response:
+        return None
+    kept = {name: value for name, value in response.items() if name != TRACES}
+    return {**kept, "output": clean} if "output" in response else kept
 
 
 async def _drop(rollout_id: str, source: TokenSource, snapshot_id: str, version: int, timeout_s: float | None) -> bool:

@@ -158,10 +158,11 @@ class Line:
 
     @property
     def decision(self) -> str:
-        """`root`, `resolved` or `unresolved`; a line that does not say is taken by whether it names a parent."""
+        """`root`, `resolved` or `unresolved`. A line that does not say is resolved if it names a parent, whose ids are
+        checked; with neither, what stands in its prompt is nobody's to vouch for."""
         told = self.values.get("parent_resolution")
         if told is None:
-            return "resolved" if self.parent is not None else "root"
+            return "resolved" if self.parent is not None else "unresolved"
         return told if told in ("root", "resolved") else "unresolved"
 
     @property

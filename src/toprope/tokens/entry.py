@@ -142,7 +142,11 @@ class TokenEntry:
 
     @classmethod
     def from_dump(cls, dump: Mapping[str, Any]) -> TokenEntry:
-        """Read `model_dump`'s form. Unknown keys are kept in `extra`; raises `BadRecord` as construction does."""
+        """Read `model_dump`'s form. Unknown keys are kept in `extra`; raises `BadRecord` as construction does.
+
+        A dump that does not say whose continuation the call is has an `unresolved` parent: nobody vouches for what
+        stands in its prompt.
+        """
         known = {f.name for f in fields(cls)} - {"extra"}
         values = {k: v for k, v in dump.items() if k in known}
         version = values.get("schema_version", SCHEMA_VERSION)
@@ -154,6 +158,7 @@ class TokenEntry:
         values["weight_versions"] = tuple(WeightSpan(*span) for span in values.get("weight_versions") or ())
         for name in ("output_items", "item_digests"):
             values[name] = tuple(values.get(name) or ())
+        values["parent_decision"] = values.get("parent_decision") or "unresolved"
         return cls(**values, extra={k: v for k, v in dump.items() if k not in known})
 
 
@@ -199,6 +204,6 @@ def _frozen(array: NDArray[Any]) -> NDArray[Any]:
 
 
 def _same(left: Any, right: Any) -> bool:
-    if isinstance(left, np.ndarray) and isinstance(right, np.ndarray):
-        return bool(np.array_equal(left, right))
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return type(left) is type(right) and bool(np.array_equal(left, right))
     return bool(left == right)

@@ -35,7 +35,7 @@ def project(trace: Trace, entries: Mapping[str, TokenEntry]) -> list[dict[str, A
         item["generation_token_ids"] = ids[start:end]
         item["generation_log_probs"] = trace.logprobs[start:end].tolist()
         if entry.routed_experts is not None:
-            item["routed_experts"] = entry.routed_experts
+            item["routed_experts"] = _plain(entry.routed_experts)
         if entry.grammar_forced is not None:
             item["grammar_forced"] = entry.grammar_forced.astype(np.uint8).tolist()
         output.extend(items)
@@ -56,7 +56,7 @@ def size(trace: Trace, entries: Mapping[str, TokenEntry]) -> int:
     for call_id, start, end in trace.stretches():
         entry = entries[call_id]
         total += int(upto[end]) + len(msgspec.json.encode(trace.logprobs[start:end].tolist()))
-        total += len(msgspec.json.encode((entry.output_items, entry.routed_experts))) + 80
+        total += len(msgspec.json.encode((entry.output_items, _plain(entry.routed_experts)))) + 80
         total += 2 * (end - start) if entry.grammar_forced is not None else 0
     return total
 
@@ -80,10 +80,20 @@ def usage(traces: Sequence[Trace], recorded: Any) -> dict[str, Any]:
 
 
 def is_native(output: Any) -> bool:
-    """Whether a row's output carries ids of its own: at least one whole triple, and no part of one elsewhere."""
+    """Whether a row's output carries ids of its own: a generated id in a whole triple, and no part of one elsewhere.
+
+    Triples that are all empty lists are a client's defaults: they name no token.
+    """
     items = [item for item in output if isinstance(item, Mapping)] if isinstance(output, list) else []
     counts = [sum(item.get(name) is not None for name in TRIPLE) for item in items]
-    return len(TRIPLE) in counts and all(count in (0, len(TRIPLE)) for count in counts)
+    whole = all(count in (0, len(TRIPLE)) for count in counts)
+    return whole and any(item.get("generation_token_ids") for item in items)
+
+
+def holds_traces(response: Mapping[str, Any]) -> bool:
+    """Whether a response carries native traces; an empty list is none."""
+    traces = response.get(TRACES)
+    return isinstance(traces, list) and any(isinstance(each, Mapping) and each.get("token_ids") for each in traces)
 
 
 def without_tokens(output: Any) -> Any:
@@ -96,6 +106,11 @@ def without_tokens(output: Any) -> Any:
         {key: value for key, value in item.items() if key not in TOKEN_FIELDS} if isinstance(item, Mapping) else item
         for item in output
     ]
+
+
+def _plain(experts: Any) -> Any:
+    """Stores keep routed experts as an array where they came as one; rows are JSON."""
+    return experts.tolist() if isinstance(experts, np.ndarray) else experts
 
 
 def _items(entry: TokenEntry) -> tuple[list[dict[str, Any]], int]:

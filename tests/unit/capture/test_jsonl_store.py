@@ -133,6 +133,16 @@ ROOT = nemo_line("k", "c1", [1, 2], [3])
 CHILD: dict[str, Any] = {"parent_resolution": "resolved", "parent_call_id": "c1", "prompt_is_delta": True}
 
 
+@pytest.mark.parametrize("told", [{"parent_resolution": None}, {}])
+async def test_a_line_that_does_not_say_what_it_continues_is_no_first_call(
+    store: JsonlStore, told: dict[str, Any]
+) -> None:
+    line = json.loads(nemo_line("k", "c1", [1, 2], [3]))
+    del line["parent_resolution"]
+    nemo_files(store, "k", [json.dumps({**line, **told}, sort_keys=True, separators=(",", ":")).encode() + b"\n"])
+    assert [each.parent_decision for each in (await store.freeze("k")).entries] == ["unresolved"]
+
+
 async def test_files_of_nemo_gym_are_a_source(store: JsonlStore) -> None:
     child = nemo_line("k", "c2", [9], [5, 6], whole=[1, 2, 3, 9, 5, 6], **CHILD)
     nemo_files(store, "k", [ROOT, child], "c1\nc2\n")

@@ -249,6 +249,39 @@ async def test_a_record_that_does_not_read_masks_with_its_reason(change: dict[st
     assert {"incomplete", reason} <= set(delivered["metrics"]["mask_reasons"])
 
 
+@pytest.mark.parametrize("told", [{}, {"parent_resolution": None}, {"parent_decision": None}])
+async def test_a_record_that_does_not_say_what_it_continues_is_no_first_call(told: dict[str, Any]) -> None:
+    """Its prompt may hold the turn of a call that was lost: with a known last call too it is a boundary."""
+    dump = entry("c2", [1, 2, 3, 4], [5], None, ROOT).model_dump()
+    del dump["parent_decision"]
+    row = a_row(_ng_terminal_model_call_id="c2")
+    delivered = await finalize(row, Foreign(ForeignSnapshot("r", [{**dump, **told}])))
+    assert delivered["metrics"]["mask_reasons"] == ["unresolved_parent"]
+
+
+@pytest.mark.parametrize(
+    "claims",
+    [
+        {"_ng_traces": []},
+        {"_ng_traces": [{"token_ids": []}]},
+        {
+            "output": [
+                {"type": "message", "prompt_token_ids": [], "generation_token_ids": [], "generation_log_probs": []}
+            ]
+        },
+    ],
+)
+async def test_a_reply_that_carries_no_token_is_not_native(claims: dict[str, Any]) -> None:
+    """Left alone, its row would hold no ids and its capture would be dropped as redundant."""
+    row = a_row()
+    row["response"] |= claims
+    delivered = await finalize(row, await a_store(linear()))
+    assert delivered is not None
+    assert delivered["metrics"]["format"] == "items"
+    assert delivered["rebuilt_response"] is not None
+    assert "_ng_traces" not in delivered["rebuilt_response"]
+
+
 async def test_half_a_bundle_from_a_source_masks() -> None:
     half = linear()[0].model_dump()
     del half["generation_log_probs"]

@@ -104,7 +104,17 @@ def test_content_without_ids_for_rows_whose_ids_stand_in_a_trace() -> None:
     assert [set(item) for item in items] == [{"type", "role", "content"}] * 3
 
 
+def test_routed_experts_that_came_as_an_array_stand_in_the_row_as_json() -> None:
+    experts = np.arange(8, dtype=np.uint8).reshape(2, 2, 2)
+    entries = [replace(each, routed_experts=experts) for each in linear()]
+    output, trace = projected(entries)
+    assert [item["routed_experts"] for item in output] == [experts.tolist()] * 3
+    exact = len(msgspec.json.encode(output))
+    assert abs(size(trace, {e.model_call_id: e for e in entries}) - exact) <= 100 * len(output)
+
+
 TRIPLE = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-0.1]}
+EMPTY: dict[str, Any] = {"prompt_token_ids": [], "generation_token_ids": [], "generation_log_probs": []}
 
 
 @pytest.mark.parametrize(
@@ -115,6 +125,8 @@ TRIPLE = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_
         ([{"type": "message"}], False),
         ([{"type": "message", "prompt_token_ids": [1]}], False),
         ([{"type": "message", **TRIPLE}, {"generation_token_ids": [1]}], False),
+        ([{"type": "message", **EMPTY}], False),
+        ([{"type": "message", **EMPTY}, {"type": "message", **TRIPLE}], True),
         ([], False),
         (None, False),
         (["x"], False),
