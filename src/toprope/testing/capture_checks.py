@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from toprope.capture.protocols import AbortingSink, CaptureReader, ReceiptSource, SupersedingSource
+from toprope.capture.protocols import AbortingSink, CaptureLister, CaptureReader, ReceiptSource, SupersedingSource
 from toprope.testing.capture_kit import (
     Connect,
     Scale,
@@ -25,6 +25,7 @@ from toprope.testing.capture_kit import (
     refused,
     sample_entry,
 )
+from toprope.tokens.entry import WeightSpan
 
 
 async def put_is_visible_to_another_client_at_once(connect: Connect, scale: Scale) -> None:
@@ -85,6 +86,52 @@ async def floats_and_texts_come_back_bit_for_bit(connect: Connect, scale: Scale)
         demand(back.generation_log_probs.tobytes() == values.tobytes(), "logprobs changed")
         demand(dict(back.extra) == dict(entry.extra), "unknown fields changed")
         demand(back.output_items == entry.output_items, "items changed")
+
+
+async def every_field_of_a_record_comes_back(connect: Connect, scale: Scale) -> None:
+    """What decides whether a call may be trained on stands in its fields: its place, its hash, who read it, images."""
+    told: dict[str, dict[str, Any]] = {
+        "c1": {"logprobs_mode": "processed", "finish_reason": "stop", "response_id": "resp-1", "dialect": "chat"},
+        "c2": {"parent_decision": "resolved", "parent_call_id": "c1", "parent_resolution_reason": "longest_prefix"},
+        "c3": {"parent_decision": "unresolved", "parent_resolution_reason": "unrecorded_turn", "cum_len": 8},
+        "c4": {"client_gone": True, "media": True, "grammar_forced": [True, False], "routed_experts": [[1], [2]]},
+        "c5": {"chain_hash": "5a" * 32, "item_digests": ("message:0:1", "reasoning:2:"), "request_digest": "d1"},
+        "c6": {"sampling": {"temperature": 0.7}, "weight_versions": (WeightSpan(0, 1, "w7"),)},
+    }
+    async with client(connect) as one:
+        key = new_key()
+        prompts = {"c2": (1, 2, 3, 100, 101, 7), "c3": (9, 8, 7, 6, 5, 4)}
+        put = {name: sample_entry(key, name, prompt=prompts.get(name, (1, 2, 3)), **told[name]) for name in told}
+        for entry in put.values():
+            await one.sink.put(entry)
+        back = {entry.model_call_id: entry for entry in (await one.source.freeze(key)).entries}
+        demand(back.keys() == put.keys(), f"{sorted(put)} were put, {sorted(back)} came back")
+        for name, fields_told in told.items():
+            expected = put[name]
+            lost = [field for field in fields_told if not _field_equal(back[name], expected, field)]
+            demand(not lost, f"a record came back with another {', '.join(lost)}")
+
+
+def _field_equal(left: Any, right: Any, name: str) -> bool:
+    return bool(np.array_equal(getattr(left, name), getattr(right, name)))
+
+
+async def a_swept_rollout_stays_closed(connect: Connect, scale: Scale) -> None:
+    async with client(connect) as one, client(connect) as old_worker:
+        if not isinstance(one.source, CaptureLister):
+            raise Skipped("the source has no sweep_retired")
+        key = new_key()
+        entry = sample_entry(key, "c1")
+        await one.sink.put(entry)
+        await one.source.sweep_retired(0.0)
+        snapshot = await one.source.freeze(key)
+        demand(snapshot.entries == (entry,), "a sweep took a capture that was not delivered")
+        await one.source.drop(key, snapshot_id=snapshot.snapshot_id, version=snapshot.version)
+        demand(await one.source.sweep_retired(3600.0) == 0, "a sweep took a tombstone that was not old enough")
+        demand(await one.source.sweep_retired(0.0) >= 1, "a sweep left an old tombstone")
+        shown = [each.rollout_id for each in await one.source.list_captures(retired=True)]
+        demand(key not in shown, "a swept tombstone is listed")
+        await refused(old_worker.sink.put(entry), "an old worker brought a swept rollout back")
 
 
 async def freeze_makes_the_set_final(connect: Connect, scale: Scale) -> None:

@@ -73,6 +73,7 @@ _SINGLE: tuple[Check, ...] = (
     checks.other_bytes_under_a_call_id_mask_the_rollout,
     checks.a_logprob_that_is_no_number_is_refused,
     checks.floats_and_texts_come_back_bit_for_bit,
+    checks.every_field_of_a_record_comes_back,
     checks.freeze_makes_the_set_final,
     checks.an_unknown_key_freezes_to_nothing_for_good,
     checks.a_mark_after_freeze_makes_the_old_pair_useless,
@@ -92,6 +93,7 @@ CHECKS: tuple[Check, ...] = (
     checks.a_deep_chain_comes_back_whole,
     checks.a_very_long_call_is_kept,
     checks.receipts_outlive_the_payload,
+    checks.a_swept_rollout_stays_closed,
     checks.reading_leaves_no_trace,
     deaths.what_another_process_puts_is_visible_at_once,
     deaths.what_was_acknowledged_survives_the_death_of_its_process,
@@ -101,6 +103,7 @@ CHECKS: tuple[Check, ...] = (
 )
 
 NEEDS: dict[Check, tuple[Check, ...]] = {
+    checks.a_swept_rollout_stays_closed: (_VISIBLE, checks.a_dropped_rollout_stays_gone),
     checks.freeze_makes_the_set_final: (_VISIBLE,),
     checks.an_unknown_key_freezes_to_nothing_for_good: (_VISIBLE,),
     every_cell_of_the_table_holds: _SINGLE,

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from toprope.capture.memory_store import MemoryStore
+from toprope.capture.protocols import PutAck
 from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.tree import ConfigError
 from toprope.testing.broken_transports import BROKEN
 from toprope.testing.capture_endpoints import Endpoints
 from toprope.testing.capture_suite import CHECKS, NEEDS, Outcome, Scale, Transport, run_suite
+from toprope.tokens.entry import TokenEntry
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 
 SMALL = Scale(races=10, chain=30, entries=40, writers=8, big=2_000)
@@ -70,6 +73,47 @@ async def test_logprobs_that_come_back_shorter_are_caught() -> None:
     assert outcomes["floats_and_texts_come_back_bit_for_bit"] == "failed"
 
 
+class ForgetsBoundaries(MemoryStore):
+    """A record format without a field for a parent that nobody found."""
+
+    async def put(self, entry: TokenEntry) -> PutAck:
+        return await super().put(replace(entry, parent_decision="resolved" if entry.parent_call_id else "root"))
+
+
+class ForgetsWhoRead(MemoryStore):
+    async def put(self, entry: TokenEntry) -> PutAck:
+        return await super().put(replace(entry, client_gone=False, weight_versions=()))
+
+
+class SweepsTheFence(MemoryStore):
+    async def sweep_retired(self, older_than: float) -> int:
+        before = {each.rollout_id for each in await self.list_captures(retired=True)}
+        count = await super().sweep_retired(older_than)
+        for key in before - {each.rollout_id for each in await self.list_captures(retired=True)}:
+            await self.supersede(key)
+        return count
+
+
+@pytest.mark.promise("CP-13")
+@pytest.mark.parametrize(
+    ("broken", "check"),
+    [
+        (ForgetsBoundaries, "every_field_of_a_record_comes_back"),
+        (ForgetsWhoRead, "every_field_of_a_record_comes_back"),
+        (SweepsTheFence, "a_swept_rollout_stays_closed"),
+    ],
+    ids=lambda each: getattr(each, "__name__", ""),
+)
+async def test_a_transport_that_loses_what_makes_a_row_safe_is_caught(broken: type[MemoryStore], check: str) -> None:
+    store = broken()
+
+    async def connect() -> Transport:
+        return Transport(store, store)
+
+    outcomes = await run_suite(connect, SMALL)
+    assert [each.check for each in outcomes if each.result == "failed"] == [check]
+
+
 class GymSink:
     """Exactly NeMo Gym's signatures."""
 
@@ -115,6 +159,7 @@ async def test_a_sink_and_a_source_with_exactly_nemo_gyms_signatures_pass(tmp_pa
         "an_aborted_intent_does_not_mask",
         "superseding_sets_aside_and_mixes_nothing",
         "receipts_outlive_the_payload",
+        "a_swept_rollout_stays_closed",
         "reading_leaves_no_trace",
     }
 
