@@ -115,8 +115,14 @@ async def test_native_captured_and_evaluation_rollouts_in_one_run_each_get_their
             settings=RunSettings(run_id="run"),
             capture=no_wait(),
         )
-        await collector.collect([{"responses_create_params": {}, "task_source": name} for name in environments])
-    by_set = {row["task_source"]: row for row in rows(RunDir(tmp_path).results)}
+        sets = [*environments, "captured"]
+        await collector.collect([{"responses_create_params": {}, "task_source": name} for name in sets])
+    found = {row["_ng_task_index"]: row for row in rows(RunDir(tmp_path).results)}
+    assert [found[index]["task_source"] for index in range(4)] == sets
+    by_set = {found[index]["task_source"]: found[index] for index in range(3)}
+    trained = found[3]
+    carried = [item["generation_token_ids"] for item in trained["response"]["output"] if "prompt_token_ids" in item]
+    assert (trained["mask_sample"], carried) == (False, [[50, 2], [51, 52, 2]])
     assert by_set["native"]["response"]["output"][0]["prompt_token_ids"] == [7]
     assert "_ng_token_capture" not in by_set["native"]
     assert "incomplete" in by_set["captured"]["_ng_token_capture"]["mask_reasons"]
