@@ -175,7 +175,7 @@ class BorrowedBubblewrap:
             config = _memory_file(stack, json.dumps(orders).encode())
             start = self._start(stack, group, config, theirs.fileno())
             before = self._counts()
-            ended = await self._execute(start, limits, keep, stdin, group, stack)
+            ended = await self._execute(start, limits, keep, stdin, group, stack, ours)
             after = self._counts()
             ours.setblocking(False)
             if ended.killed_by is None and not _came_to_life(ours):
@@ -232,7 +232,15 @@ class BorrowedBubblewrap:
         stdin: bytes | None,
         group: cgroups.Run | None,
         stack: contextlib.AsyncExitStack,
+        line: socket.socket,
     ) -> Ended:
+        def kill(pid: int, hard: bool) -> None:
+            with contextlib.suppress(OSError):
+                line.shutdown(socket.SHUT_WR)  # the first process inside ends, with everything
+            kill_sandbox(pid, hard=hard)
+            if hard and group is not None:
+                group.kill()
+
         def check(pid: int) -> str | None:
             if (reason := self._home.end_reason()) is not None:
                 return reason
@@ -252,7 +260,7 @@ class BorrowedBubblewrap:
             Bounds(limits.wall_s, limits.output_bytes, keep),
             stdin=stdin,
             check=check,
-            kill=lambda pid, hard: kill_sandbox(pid, hard=hard),
+            kill=kill,
             started=started,
         )
 

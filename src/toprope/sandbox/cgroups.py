@@ -17,15 +17,17 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from toprope.sandbox.owner import ProcessId, this_process
 from toprope.sandbox.spec import Limits
 
 OVERHEAD_PROCESSES = 6
 """Of the sandbox's own: two of bubblewrap, the forwarder with its threads of connections, a shell while it starts."""
 
 _EMPTY_S = 5.0
+_TRIAL = "toprope-try-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +207,9 @@ def _try(place: Place) -> str | None:
     for parent in place.parents:
         if not (parent / "cgroup.procs").exists():
             return f"{parent} is no control group"
-    group = Group(place, f"toprope-try-{secrets.token_hex(4)}")
+    me = this_process()
+    _sweep(place, me)
+    group = Group(place, f"{_TRIAL}{me.namespace}-{me.pid}-{me.started}-{secrets.token_hex(4)}")
     try:
         group.make(Limits())
         run = group.run()
@@ -222,6 +226,15 @@ def _try(place: Place) -> str | None:
             group.remove()
         except OSError:
             pass  # not a place for groups: the reason returned says so
+
+
+def _sweep(place: Place, me: ProcessId) -> None:
+    """Remove trial groups of processes that were killed while they tried."""
+    for parent in place.parents:
+        for path in parent.glob(f"{_TRIAL}*-*-*-*"):
+            namespace, pid, started, _ = path.name.removeprefix(_TRIAL).split("-")
+            if namespace == str(me.namespace) and not replace(me, pid=int(pid), started=int(started)).alive():
+                remove(path)
 
 
 def _field(file: Path, name: str) -> int:

@@ -19,13 +19,13 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from toprope.errors.tree import ConfigError, Forbidden
 from toprope.protocol.grants import DirectSandbox, SandboxAccess
 from toprope.sandbox import docker_files, inside
+from toprope.sandbox.docker_exec import Exec
 from toprope.sandbox.execute import WATCH_S
 from toprope.sandbox.gate import INSIDE_PORT, Gate, check_url, inside_url
 from toprope.sandbox.leases import Lease, LeaseDirectory, LeaseHome
@@ -35,7 +35,6 @@ from toprope.sandbox.spec import (
     Aspect,
     Completed,
     Enforcement,
-    Kept,
     Report,
     SandboxLost,
     SandboxSpec,
@@ -197,7 +196,7 @@ class BorrowedDocker:
         self._home = home
         self._spec = home.lease.spec
         self._container = home.lease.resources["containers"][0]
-        self._running: set[_Run] = set()
+        self._running: set[Exec] = set()
         self._let_go = False
 
     @property
@@ -248,13 +247,12 @@ class BorrowedDocker:
         self._alive()
         wall_s = self._spec.limits.wall_s if timeout_s is None else min(self._spec.limits.wall_s, timeout_s)
         async with contextlib.AsyncExitStack() as stack:
-            # By a shell, so that a program that does not exist is status 127 whatever the engine makes of it.
-            command, given = ["/bin/sh", "-c", 'exec "$@"', "sh", *argv], dict(env or {})
+            command, given = list(argv), dict(env or {})
             if stdin is not None:
                 file = self._home.inside / f"{os.urandom(4).hex()}.in"
                 stack.callback(file.unlink, missing_ok=True)
                 await asyncio.to_thread(_put, file, stdin)
-                command[2:4] = ['exec "$@" <"$0"', f"{RUN}/{file.name}"]
+                command = ["/bin/sh", "-c", 'exec "$@" <"$0"', f"{RUN}/{file.name}", *command]
             if url is not None:
                 gate = Gate(url, self._home.inside / f"{os.urandom(4).hex()}.sock")
                 stack.push_async_callback(gate.close)
@@ -262,7 +260,16 @@ class BorrowedDocker:
                 forward = {"port": INSIDE_PORT, "socket": f"{RUN}/{gate.path.name}"}
                 orders = {"argv": command, "env": {}, "cwd": WORKDIR, "limits": {}, "forward": forward}
                 command, given = ["python3", f"{RUN}/inside.py", _ORDERS], {**given, _ORDERS: json.dumps(orders)}
-            run = _Run(self._api, self._container, output_limit, self._spec.limits.output_bytes)
+            # The program waits until its output is read: the SDK drops what comes together with the engine's reply. By
+            # a shell also so that a program that does not exist is status 127, whatever the engine makes of it.
+            go = self._home.inside / f"{os.urandom(4).hex()}.go"
+            stack.callback(go.unlink, missing_ok=True)
+            os.mkfifo(go)
+            go.chmod(0o644)
+            handle = os.open(go, os.O_RDWR)
+            stack.callback(os.close, handle)
+            command = ["/bin/sh", "-c", 'read -r _ <"$0"; exec "$@"', f"{RUN}/{go.name}", *command]
+            run = Exec(self._api, self._container, output_limit, self._spec.limits.output_bytes, handle)
             self._running.add(run)
             try:
                 return await self._watch(run, command, given, wall_s)
@@ -275,7 +282,7 @@ class BorrowedDocker:
         for run in list(self._running):
             await asyncio.to_thread(run.kill, "stop")
 
-    async def _watch(self, run: _Run, command: list[str], env: dict[str, str], wall_s: float) -> Completed:
+    async def _watch(self, run: Exec, command: list[str], env: dict[str, str], wall_s: float) -> Completed:
         began = time.monotonic()
         # A thread of its own: in the loop's pool, as many runs as it has threads would keep `kill` from being called.
         thread = ThreadPoolExecutor(1, "sandbox-run")
@@ -338,54 +345,6 @@ class DockerSandbox(BorrowedDocker):
         self._home.forbid()
         self._let_go = True
         await asyncio.shield(asyncio.to_thread(self._release, self._home))
-
-
-@dataclass(eq=False)
-class _Run:
-    """One exec. Its methods block; `kill` may be called from another thread while `read` reads."""
-
-    api: Any
-    container: str
-    keep: int
-    most: int
-    killed_by: str | None = None
-
-    def __post_init__(self) -> None:
-        self._data = (bytearray(), bytearray())
-        self._totals = [0, 0]
-
-    def read(self, command: list[str], env: dict[str, str], user: str) -> tuple[int | None, bool]:
-        """The exec's status, and whether the container ran out of memory; on return its output is read."""
-        handle = self.api.exec_create(self.container, command, environment=env, workdir=WORKDIR, user=user)["Id"]
-        if self.killed_by is None:
-            for chunks in self.api.exec_start(handle, stream=True, demux=True):
-                for stream, chunk in enumerate(chunks):
-                    if chunk:
-                        self._totals[stream] += len(chunk)
-                        self._data[stream].extend(chunk[: self.keep - len(self._data[stream])])
-                if sum(self._totals) > self.most:
-                    self.kill(Aspect.OUTPUT)
-        status = self.api.exec_inspect(handle)["ExitCode"]
-        state = self.api.inspect_container(self.container)["State"]
-        return status, bool(state.get("OOMKilled"))
-
-    def kill(self, reason: str) -> None:
-        """Kill everything in the container."""
-        errors = importlib.import_module("docker.errors")
-        self.killed_by = self.killed_by or reason
-        try:
-            self.api.kill(self.container, "SIGKILL")
-        except errors.APIError:
-            pass  # it is dead already, or removed
-
-    def revive(self) -> None:
-        """Start the container again, after its processes were killed."""
-        self.api.wait(self.container)
-        self.api.start(self.container)
-
-    def kept(self) -> tuple[Kept, Kept]:
-        """What is kept of stdout and stderr."""
-        return Kept(bytes(self._data[0]), self._totals[0]), Kept(bytes(self._data[1]), self._totals[1])
 
 
 def _put(file: Path, data: bytes) -> None:

@@ -6,8 +6,8 @@ Runs as a script, by the interpreter of the sandbox, with nothing but the standa
     python3 -I -S inside.py VARIABLE         the orders are JSON in this environment variable
 
 Orders: `argv`, `env`, `cwd`, `limits` (resource name -> value), `forward` (`port` to listen on, `socket` to pass on
-to) or null. STATUS is a socket whose other end the starter holds: closed means that it died before we came to life,
-one byte from us that the sandbox stands and the rest is the program's doing.
+to) or null. STATUS is a socket whose other end the starter holds: when it closes, at any time, everything ends here;
+one byte from us says that the sandbox stands and the rest is the program's doing.
 
 This stays while the program runs, as the first process of the pid namespace where there is one: it waits for orphans,
 and when the program ends it ends, and the kernel kills what is left. The forwarder carries bytes and decides nothing:
@@ -55,9 +55,11 @@ def main(arguments: list[str]) -> NoReturn:
             os.set_inheritable(status, False)
             os.write(status, b"1")
         _become(orders)
-    if status is not None:
-        os.close(status)
     _let_go_of_output()
+    if status is not None:
+        import threading
+
+        threading.Thread(target=_end_with_the_starter, args=(status,), daemon=True).start()
     if listener is not None:
         import threading
 
@@ -117,6 +119,13 @@ def _read_orders(handle: int) -> dict[str, Any]:
     with os.fdopen(handle, "rb") as file:
         orders: dict[str, Any] = json.load(file)
     return orders
+
+
+def _end_with_the_starter(status: int) -> NoReturn:
+    poll = select.poll()
+    poll.register(status, select.POLLIN | select.POLLHUP)
+    poll.poll()
+    os._exit(128 + signal.SIGKILL)
 
 
 def _owner_lives(status: int) -> None:

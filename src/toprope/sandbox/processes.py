@@ -40,18 +40,23 @@ def kill_sandbox(pid: int, *, hard: bool) -> None:
 
     Its child, the first process of the pid namespace, goes first: with it the kernel kills everything inside, and `pid`
     still waits for it, so that no zombie is left to whoever is process 1 of this host. `hard`, or a sandbox that has no
-    child yet: `pid` and its group.
+    child yet: `pid` and its group too. They are stopped first: one that starts its child while we look would leave it
+    behind, since a child in the making is not yet bound to its parent's life.
     """
     below = [] if hard else children_of(pid)
-    for child in below:
-        _signal(os.kill, child)
     if not below:
-        _signal(os.killpg, pid)
+        _signal(os.killpg, pid, signal.SIGSTOP)
+        below = children_of(pid)
+        hard = True
+    for child in below:
+        _signal(os.kill, child, signal.SIGKILL)
+    if hard:
+        _signal(os.killpg, pid, signal.SIGKILL)
 
 
-def _signal(send: Callable[[int, int], None], pid: int) -> None:
+def _signal(send: Callable[[int, int], None], pid: int, number: int) -> None:
     try:
-        send(pid, signal.SIGKILL)
+        send(pid, number)
     except (ProcessLookupError, PermissionError):
         pass  # it ended meanwhile
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from toprope.sandbox import cgroups
+from toprope.sandbox.owner import this_process
 from toprope.sandbox.spec import MIB, Limits
 
 MOUNTS = Path("/proc/self/mountinfo").read_text()
@@ -49,6 +50,21 @@ def test_limits_are_held_and_the_group_is_killed_whole(place: cgroups.Place) -> 
         group.remove()
     assert not any(path.exists() for path in group.paths)
     group.remove()
+
+
+def test_a_trial_that_was_killed_is_swept_by_the_next(place: cgroups.Place) -> None:
+    me = this_process()
+    dead = place.pids / f"toprope-try-{me.namespace}-{me.pid}-{me.started - 1}-00000000"
+    other = place.pids / f"toprope-try-1-{me.pid}-{me.started - 1}-00000000"
+    try:
+        for group in (dead, other):
+            group.mkdir()
+        assert cgroups.find(MOUNTS, OWN) == place
+        assert not dead.exists()
+        assert other.exists(), "of another pid namespace nothing is known"
+    finally:
+        for group in (dead, other):
+            cgroups.remove(group)
 
 
 def test_version_2_counts_and_kills(tmp_path: Path) -> None:
