@@ -253,6 +253,8 @@ print("still here", os.environ)
 async def test_no_daemon_stays_behind(provider: Bubblewrap, make: Make, counted: bool, marker: str) -> None:
     daemon = f"""
 import os, time  # {marker}
+
+pytestmark = pytest.mark.promise("EP-14")
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:

@@ -24,6 +24,8 @@ from toprope.sandbox.provider import reaping
 from toprope.sandbox.spec import Limits, SandboxLost, SandboxSpec, SandboxUnavailable
 from toprope.testing.local_sandbox import LocalSandboxes
 
+pytestmark = pytest.mark.promise("EP-14")
+
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="the program bwrap is not installed")
 
 
