@@ -163,17 +163,31 @@ def _reasons_without_terminal(case: _Case) -> set[str]:
     if questions:
         found.add(reasons.UNRESOLVED_RETRY)
     leaves, roots = case.leaves(), case.roots()
-    paths = [leaf.path() for leaf in leaves]
-    whole = [path[-1] for path in paths if not any(fault for call in path for fault in call.faults_here())]
+    sound = _sound(leaves)
+    whole = [leaf for leaf in leaves if sound[leaf.id]]
     if len(roots) - sum(_spare(group, roots) for group in questions) > 1:
         found.add(reasons.SEVERAL_ROOTS)
     if len(whole) - sum(_spare(group, whole) for group in questions) > 1:
         found.add(reasons.SEVERAL_CHAINS)
     if not leaves:
         found.add(reasons.NO_GENERATION)
-    for path in paths:
-        found |= _reasons_on_path(path)
-    return found
+    return found | _reasons_on_path(case.evidence.calls[call_id] for call_id in sound)
+
+
+def _sound(leaves: Iterable[Call]) -> dict[str, bool]:
+    """For each call on the way to a leaf, whether no boundary stands on its own way; paths share what they share."""
+    sound: dict[str, bool] = {}
+    for leaf in leaves:
+        trail: list[Call] = []
+        at: Call | None = leaf
+        while at is not None and at.id not in sound:
+            trail.append(at)
+            at = at.parent
+        so_far = at is None or sound[at.id]
+        for call in reversed(trail):
+            so_far = so_far and not any(call.faults_here())
+            sound[call.id] = so_far
+    return sound
 
 
 def _spare(group: frozenset[str], calls: list[Call]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,7 @@ from toprope.tokens.hashing import ChainHash
 from toprope.tokens.lineage import DEFERRED
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 from toprope.trajectory.build import Masked, Trainable, build
+from toprope.trajectory.evidence import Call
 from toprope.trajectory.terminal import TerminalWitnesses
 
 NAMES = ["a", "b", "c", "d", "e", "f"]
@@ -84,3 +86,25 @@ def test_a_rollout_of_thousands_of_calls_is_no_depth() -> None:
     masked = build(TokenCaptureSnapshot("r", tuple(ring), False, "s", 1))
     assert isinstance(masked, Masked)
     assert "parent_cycle" in masked.reasons
+
+
+def test_forks_off_one_long_trunk_are_each_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent that asks something aside after every turn: as many leaves as turns, and no named last call."""
+    turns = 400
+    entries = [entry("c0", [1], [2], None, ROOT)]
+    for at in range(1, turns):
+        entries.append(entry(f"c{at}", [3], [4], f"c{at - 1}", {**NEXT, "delta": True}))
+        entries.append(entry(f"x{at}", [5], [6], f"c{at - 1}", {**NEXT, "delta": True}))
+    looks = 0
+    real = Call.faults_here
+
+    def counted(call: Call) -> Iterator[Call]:
+        nonlocal looks
+        looks += 1
+        return real(call)
+
+    monkeypatch.setattr(Call, "faults_here", counted)
+    built = build(TokenCaptureSnapshot("r", tuple(entries), False, "s", 1))
+    assert isinstance(built, Masked)
+    assert built.reasons == ("several_chains",)
+    assert looks <= 5 * len(entries)
