@@ -181,7 +181,7 @@ class SqliteStore:
     async def _write(self, operation: Operation) -> Any:
         try:
             return await self._group.submit(operation)
-        except sqlite3.OperationalError as error:
+        except (sqlite3.OperationalError, OSError) as error:  # the lock and the directory are files too
             raise CaptureError(
                 f"{self.path}: the disk refused this write, and nothing of it stands ({error})"
             ) from error

@@ -395,6 +395,14 @@ async def test_files_that_are_no_store_are_refused_and_left_alone(tmp_path: Path
         assert path.read_bytes() == before
 
 
+async def test_a_directory_that_cannot_be_made_is_said_with_its_path(tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    store = SqliteStore(tmp_path / "taken" / "c.sqlite")
+    with pytest.raises(CaptureError, match=r"taken/c\.sqlite: the disk refused"):
+        await store.put(sample_entry("k", "c1"))
+    await store.close()
+
+
 async def test_a_network_file_system_is_refused_with_the_alternative(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
