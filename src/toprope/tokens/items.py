@@ -17,6 +17,7 @@ from toprope.canonical.json import NotJson, loads
 
 _TEXT_PARTS = frozenset({"output_text", "input_text", "text", "reasoning_text", "summary_text", "refusal"})
 _ID_FIELDS = ("call_id", "id")
+_THOUGHT = "reasoning:"
 
 
 def is_model_authored(item: Mapping[str, Any]) -> bool:
@@ -75,9 +76,11 @@ class CountedMarks:
         return tuple(mark for mark in unmatched if not self._stands_by_id(mark, used))
 
     def _stands_by_id(self, mark: str, used: Counter[str]) -> bool:
+        thought = mark.startswith(_THOUGHT)
         for each in _split(mark)[1]:
             for content in self._by_id.get(each, ()):
-                if used[content] < self._by_content[content]:
+                # A reply and the reasoning before it may share an id; the one does not vouch for the other.
+                if content.startswith(_THOUGHT) == thought and used[content] < self._by_content[content]:
                     used[content] += 1
                     return True
         return False

@@ -85,6 +85,13 @@ def test_items_are_counted_and_an_id_stands_in_once() -> None:
     assert bag.missing(item_digests([said("made up", id="m1"), said("x")]))
 
 
+def test_the_id_of_a_thought_vouches_for_no_reply_and_the_reverse() -> None:
+    thought = {"type": "reasoning", "id": "x1", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    assert CountedMarks(item_digests([thought])).missing(item_digests([said("made up", id="x1")]))
+    assert CountedMarks(item_digests([said("hi", id="x1")])).missing(item_digests([thought]))
+    assert not CountedMarks(item_digests([thought])).missing(item_digests([{**thought, "content": "shortened"}]))
+
+
 def test_values_that_json_cannot_carry_still_have_marks() -> None:
     strange = {"type": "x", "v": float("nan"), "s": "\ud800"}
     assert item_digests([strange, said("\ud800")]) == item_digests([dict(strange), said("\ud800")])

@@ -184,6 +184,17 @@ def test_a_history_rebuilt_from_its_records_decides_the_same() -> None:
         assert decide(history, items, prompt).prompt_hash == ChainHash.of(prompt)
 
 
+def test_a_foreign_claim_whose_ids_do_not_fit_lends_its_parents_hash_to_nobody() -> None:
+    history = after_one_call([7] * 300, ["a:x"], [1, 2])
+    foreign = [9] * 400
+    claimed = ParentChoice("resolved", "c1", "claimed elsewhere", ChainHash.of(foreign), 302)
+    history.add(entry_of("c2", foreign, [3], [item("a:y")], claimed))
+    prompt = [*foreign, 3, 4]
+    choice = ask(history, ["u:hi", "a:x", "a:y", "u:more"], prompt)
+    assert choice.parent_call_id == "c2"
+    assert choice.prompt_hash.hexdigest() == ChainHash.of(prompt).hexdigest()
+
+
 def test_deferred_decisions_are_made_at_freeze_and_clock_skew_never_invents_a_parent() -> None:
     choice = ParentChoice("unresolved", None, DEFERRED, ChainHash())
     c1 = replace(entry_of("c1", [1], [2], [item("a:x")], choice), created_at=1.0)
