@@ -88,7 +88,7 @@ async def finalize_rollout_token_capture(
     raises, but for the cancellation of the caller.
     """
     response = row.get("response")
-    if "failure_kind" in row or (isinstance(response, Mapping) and _carries_tokens(response)):
+    if "failure_kind" in row or (isinstance(response, Mapping) and _carries_tokens(row, response)):
         return None
     started = time.perf_counter()
     try:
@@ -293,8 +293,9 @@ def _without_capture(row: Mapping[str, Any], reason: str, error: str) -> Deliver
     }
 
 
-def _carries_tokens(response: Mapping[str, Any]) -> bool:
-    return holds_traces(response) or is_native(response.get("output"))
+def _carries_tokens(row: Mapping[str, Any], response: Mapping[str, Any]) -> bool:
+    """Native ids, or traces of ours: an agent can write anything into a response, but no `_ng_*` key into a row."""
+    return is_native(response.get("output")) or ("_ng_token_capture" in row and holds_traces(response))
 
 
 def _stripped(response: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -264,6 +264,7 @@ async def test_a_record_that_does_not_say_what_it_continues_is_no_first_call(tol
     [
         {"_ng_traces": []},
         {"_ng_traces": [{"token_ids": []}]},
+        {"_ng_traces": [{"token_ids": [1, 2], "loss_mask": [0, 1]}]},
         {
             "output": [
                 {"type": "message", "prompt_token_ids": [], "generation_token_ids": [], "generation_log_probs": []}
@@ -272,7 +273,7 @@ async def test_a_record_that_does_not_say_what_it_continues_is_no_first_call(tol
     ],
 )
 async def test_a_reply_that_carries_no_token_is_not_native(claims: dict[str, Any]) -> None:
-    """Left alone, its row would hold no ids and its capture would be dropped as redundant."""
+    """Left alone, its row would hold no ids of ours and its capture would be dropped as redundant."""
     row = a_row()
     row["response"] |= claims
     delivered = await finalize(row, await a_store(linear()))
