@@ -13,6 +13,8 @@ from tests.unit.sandbox.conftest import Make, processes_with
 from toprope.sandbox.bubblewrap import Bubblewrap
 from toprope.sandbox.spec import MIB, Aspect, Completed, OutsideWorkdir
 
+pytestmark = pytest.mark.promise("EP-14")
+
 
 def stopped(attempt: str, mechanism: str | None) -> None:
     assert mechanism, f"{attempt}: nothing that would stop it"
@@ -253,8 +255,6 @@ print("still here", os.environ)
 async def test_no_daemon_stays_behind(provider: Bubblewrap, make: Make, counted: bool, marker: str) -> None:
     daemon = f"""
 import os, time  # {marker}
-
-pytestmark = pytest.mark.promise("EP-14")
 if os.fork() == 0:
     os.setsid()
     if os.fork() == 0:
