@@ -60,23 +60,22 @@ def show(figure: dict[str, object]) -> str:
 
 
 def main() -> int:
-    names = sys.argv[1:] or [name for name in NAMES if (HERE / f"{name}.py").exists()]
-    report: dict[str, object] = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine()}
-    figures: list[dict[str, object]] = []
-    failed = {}
-    for name in names:
+    """Run the named benchmarks, or all; the day's file keeps what others of them gave. Exit status 1 if one failed."""
+    results = HERE / "results" / f"{datetime.now(UTC):%Y-%m-%d}.json"
+    kept = json.loads(results.read_text()) if results.exists() else {}
+    failed = False
+    for name in sys.argv[1:] or [name for name in NAMES if (HERE / f"{name}.py").exists()]:
         print(f"-- {name}", flush=True)
-        rows, why = run(name)
-        figures.extend(rows)
-        for row in rows:
-            print(show(row), flush=True)
+        started = {"at": datetime.now(UTC).isoformat(timespec="seconds"), "machine": machine()}
+        figures, why = run(name)
+        for figure in figures:
+            print(show(figure), flush=True)
         if why:
-            failed[name] = why
+            failed = True
             print(f"{name} failed: {why}", file=sys.stderr)
-    report["figures"], report["failed"] = figures, failed
-    results = HERE / "results"
-    results.mkdir(exist_ok=True)
-    (results / f"{datetime.now(UTC):%Y-%m-%d}.json").write_text(json.dumps(report, indent=1) + "\n")
+        kept[name] = {**started, "figures": figures, "failed": why}
+        results.parent.mkdir(exist_ok=True)
+        results.write_text(json.dumps(kept, indent=1) + "\n")
     return 1 if failed else 0
 
 
