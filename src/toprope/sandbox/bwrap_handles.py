@@ -17,12 +17,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toprope.errors.tree import ConfigError, Forbidden
 from toprope.protocol.grants import DirectSandbox, SandboxAccess
 from toprope.sandbox import bwrap_command as commands
 from toprope.sandbox import cgroups, workdir
 from toprope.sandbox.execute import Bounds, Ended, Start, execute
-from toprope.sandbox.gate import INSIDE_PORT, Gate, check_url, inside_url
+from toprope.sandbox.gate import INSIDE_PORT, Gate, inside_url, url_of_run
 from toprope.sandbox.leases import LeaseHome
 from toprope.sandbox.processes import kill_sandbox, memory_of, usage_below
 from toprope.sandbox.provider import KEEP_BYTES, MAX_FILE_BYTES
@@ -33,7 +32,7 @@ from toprope.sandbox.spec import (
     Limits,
     SandboxLost,
     SandboxUnavailable,
-    check_env,
+    check_run,
 )
 
 _ENV = {"HOME": WORKDIR, "LANG": "C.UTF-8", "TMPDIR": "/tmp", "USER": "sandbox", "LOGNAME": "sandbox", "TERM": "dumb"}
@@ -101,14 +100,8 @@ class BorrowedBubblewrap:
         model_url: str | None = None,
     ) -> Completed:
         """See `BorrowedSandbox.run`."""
-        if not argv or any("\0" in word for word in argv):
-            raise ConfigError("sandbox run: argv needs a program, and no word of it may hold a zero byte")
-        check_env(env or {})
-        url = self._spec.model_url
-        if model_url is not None:
-            if url is not None and url.rstrip("/") != model_url.rstrip("/"):
-                raise Forbidden(f"sandbox {self.sandbox_id} reaches {url} only; a run cannot have another model_url")
-            url = check_url(model_url)
+        check_run(argv, env)
+        url = url_of_run(self.sandbox_id, self._spec.model_url, model_url)
         self._alive()
         limits = self._spec.limits
         if timeout_s is not None:

@@ -27,7 +27,7 @@ from toprope.protocol.grants import DirectSandbox, SandboxAccess
 from toprope.sandbox import docker_files, inside
 from toprope.sandbox.docker_exec import Exec
 from toprope.sandbox.execute import WATCH_S
-from toprope.sandbox.gate import INSIDE_PORT, Gate, check_url, inside_url
+from toprope.sandbox.gate import INSIDE_PORT, Gate, check_url, inside_url, url_of_run
 from toprope.sandbox.leases import Lease, LeaseDirectory, LeaseHome
 from toprope.sandbox.provider import KEEP_BYTES, MAX_FILE_BYTES
 from toprope.sandbox.spec import (
@@ -39,7 +39,7 @@ from toprope.sandbox.spec import (
     SandboxLost,
     SandboxSpec,
     SandboxUnavailable,
-    check_env,
+    check_run,
 )
 
 RUN = "/run/toprope"
@@ -236,14 +236,8 @@ class BorrowedDocker:
         model_url: str | None = None,
     ) -> Completed:
         """See `BorrowedSandbox.run`."""
-        if not argv or any("\0" in word for word in argv):
-            raise ConfigError("sandbox run: argv needs a program, and no word of it may hold a zero byte")
-        check_env(env or {})
-        url = self._spec.model_url
-        if model_url is not None:
-            if url is not None and url.rstrip("/") != model_url.rstrip("/"):
-                raise Forbidden(f"sandbox {self.sandbox_id} reaches {url} only; a run cannot have another model_url")
-            url = check_url(model_url)
+        check_run(argv, env)
+        url = url_of_run(self.sandbox_id, self._spec.model_url, model_url)
         self._alive()
         wall_s = self._spec.limits.wall_s if timeout_s is None else min(self._spec.limits.wall_s, timeout_s)
         async with contextlib.AsyncExitStack() as stack:

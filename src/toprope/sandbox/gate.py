@@ -21,7 +21,7 @@ import aiohttp
 from aiohttp import web
 from yarl import URL
 
-from toprope.errors.tree import ConfigError
+from toprope.errors.tree import ConfigError, Forbidden
 
 log = logging.getLogger("toprope.sandbox")
 
@@ -58,6 +58,15 @@ def check_url(url: str) -> str:
             f"sandbox model_url {url!r}: expected http://host:port/path or https, without user, query and fragment"
         )
     return url.rstrip("/")
+
+
+def url_of_run(sandbox_id: str, of_sandbox: str | None, of_run: str | None) -> str | None:
+    """The one URL that a run reaches. Raises `Forbidden` if its sandbox was made for another than it asks for."""
+    if of_run is None:
+        return of_sandbox
+    if of_sandbox is not None and of_sandbox.rstrip("/") != of_run.rstrip("/"):
+        raise Forbidden(f"sandbox {sandbox_id} reaches {of_sandbox} only; a run cannot have another model_url")
+    return check_url(of_run)
 
 
 class Gate:

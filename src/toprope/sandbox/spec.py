@@ -6,7 +6,7 @@ Left to others: who makes sandboxes (`provider`, and one module for each kind), 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
@@ -130,6 +130,13 @@ def check_env(env: Mapping[str, str]) -> None:
     for name, value in env.items():
         if not name or "=" in name or "\0" in name or "\0" in value:
             raise ConfigError(f"sandbox env: {name!r} cannot be set; a name has no '=', and neither has a zero byte")
+
+
+def check_run(argv: Sequence[str], env: Mapping[str, str] | None) -> None:
+    """Raises `ConfigError` for a run that no provider can start."""
+    if not argv or any("\0" in word for word in argv):
+        raise ConfigError("sandbox run: argv needs a program, and no word of it may hold a zero byte")
+    check_env(env or {})
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from toprope.errors.tree import ConfigError, Forbidden
+from toprope.errors.tree import Forbidden
 from toprope.protocol.grants import DirectSandbox, SandboxAccess
 from toprope.sandbox import workdir
 from toprope.sandbox.execute import Bounds, Start, execute
@@ -27,7 +27,7 @@ from toprope.sandbox.spec import (
     Report,
     SandboxLost,
     SandboxSpec,
-    check_env,
+    check_run,
 )
 
 
@@ -114,9 +114,7 @@ class BorrowedLocal:
         model_url: str | None = None,
     ) -> Completed:
         """See `BorrowedSandbox.run`."""
-        if not argv or any("\0" in word for word in argv):
-            raise ConfigError("sandbox run: argv needs a program, and no word of it may hold a zero byte")
-        check_env(env or {})
+        check_run(argv, env)
         self._alive()
         base = {"PATH": os.defpath, "HOME": self.workdir, "LANG": "C.UTF-8"}
         task = asyncio.ensure_future(

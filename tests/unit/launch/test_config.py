@@ -15,6 +15,7 @@ from toprope.launch.load import MAX_VALUES, parse_yaml
 from toprope.launch.settings import (
     ROLES,
     CaptureConfig,
+    EnvironmentConfig,
     EnvironmentShare,
     ModelConfig,
     RunConfig,
@@ -178,7 +179,10 @@ def test_a_dollar_and_a_brace_can_still_be_written(tmp_path: Path) -> None:
 
 
 def test_a_resources_server_elsewhere_may_offer_mcp(tmp_path: Path) -> None:
-    load(tmp_path, "servers.sums={role: resources, url: 'http://a:1/x'}", "servers.episode.tools=[mcp]", "run=null")
+    sets = ("servers.sums={role: resources, url: 'http://a:1/x'}", "servers.episode.tools=[mcp]", "run=null")
+    episode = load(tmp_path, *sets).servers["episode"]
+    assert isinstance(episode, EnvironmentConfig)
+    assert list(episode.tools) == ["mcp"]
 
 
 def test_a_file_that_is_not_yaml_names_line_and_column(tmp_path: Path) -> None:
