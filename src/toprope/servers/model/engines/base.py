@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from toprope.dialects.deltas import Emit as Emit
 from toprope.tokens.sampled import SampledTokens as SampledTokens
 from toprope.wire.responses import FinishReason as FinishReason
 from toprope.wire.responses import Item, ResponsesRequest
@@ -37,6 +38,8 @@ class EngineRequest:
     `request` is the pivot form that every dialect is converted to; `body` and `dialect` are what the client sent,
     for engines that speak the same dialect and can pass its fields on. `session` is the `X-Session-ID` to use
     upstream. `want_tokens` is True when the call is captured: the engine must return ids and logprobs if it can.
+    `emit` is set when the client reads a stream: an engine that can calls it with each delta as it is sampled; one that
+    ignores it is still right, its whole output then leaves at the end.
     """
 
     request: ResponsesRequest
@@ -45,6 +48,7 @@ class EngineRequest:
     want_tokens: bool = False
     dialect: Dialect = "responses"
     body: Mapping[str, Any] = field(default_factory=dict)
+    emit: Emit | None = None
 
 
 @dataclass(frozen=True, slots=True)
