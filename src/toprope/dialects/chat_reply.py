@@ -77,12 +77,12 @@ def chat_reply(reply: PivotReply) -> dict[str, Any]:
         "created": reply.created,
         "model": reply.model,
         "choices": [choice],
-        "usage": _usage(reply.usage),
+        "usage": chat_usage(reply.usage),
     }
 
 
-def _usage(usage: Usage) -> dict[str, Any] | None:
-    """Null where the engine did not say."""
+def chat_usage(usage: Usage) -> dict[str, Any] | None:
+    """A Chat usage object; null where the engine did not say."""
     if usage.input_tokens is None or usage.output_tokens is None:
         return None
     out: dict[str, Any] = {

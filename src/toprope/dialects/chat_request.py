@@ -70,6 +70,12 @@ def request_from_chat(body: Mapping[str, Any]) -> ResponsesRequest:
     )
 
 
+def wants_usage(body: Mapping[str, Any]) -> bool:
+    """Whether a Chat client asked for usage at the end of its stream (`stream_options.include_usage`)."""
+    options = body.get("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
 def _extra_from_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     extra = {name: value for name, value in body.items() if name not in _NAMED and value is not None}
     text: dict[str, Any] = {}

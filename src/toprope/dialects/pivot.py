@@ -51,6 +51,11 @@ def without_token_fields(item: Item) -> Item:
     return clean
 
 
+def item_id(kind: str, reply_id: str, index: int) -> str:
+    """The id of the output item at `index` of a reply, where the engine gave it none."""
+    return f"{_ID_PREFIX.get(kind, 'item')}_{reply_id}_{index}"
+
+
 def with_item_ids(output: Iterable[Item], reply_id: str) -> tuple[Item, ...]:
     """Output items as the record and the client get them: every one with an id, a status and no token arrays.
 
@@ -63,7 +68,7 @@ def with_item_ids(output: Iterable[Item], reply_id: str) -> tuple[Item, ...]:
         item = dict(without_token_fields(item))
         kind = str(item.get("type"))
         if not item.get("id"):
-            item["id"] = f"{_ID_PREFIX.get(kind, 'item')}_{reply_id}_{index}"
+            item["id"] = item_id(kind, reply_id, index)
         if kind == "function_call":
             if not item.get("call_id") or item["call_id"] in calls:
                 item["call_id"] = f"call_{reply_id}_{index}"

@@ -1,0 +1,116 @@
+"""A Chat stream: chunks of one growing message.
+
+Chat has no items: what left is kept as the text, the thought and the calls that a client has joined so far. Left to
+others: the whole completion (`chat_reply`), whose message the joined chunks are equal to.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from toprope.dialects.chat_reply import chat_message, chat_usage
+from toprope.dialects.deltas import Delta, ReasoningDelta, TextDelta
+from toprope.dialects.emitted import COMMENT, Emitted, StreamContradiction, data_event, rest_of
+from toprope.dialects.pivot import PivotReply
+
+_JOINED = frozenset(("role", "content", "refusal", "reasoning_content", "tool_calls"))
+
+
+class ChatStream:
+    """One Chat stream. `include_usage` is the client's `stream_options.include_usage`."""
+
+    def __init__(self, *, reply_id: str, model: str, created: int, include_usage: bool = False) -> None:
+        self._head = {
+            "id": f"chatcmpl-{reply_id}",
+            "object": "chat.completion.chunk",
+            "created": created,
+            "model": model,
+        }
+        self._include_usage = include_usage
+        self._emitted = Emitted(reply_id)
+        self._sent: dict[str, list[str]] = {"content": [], "reasoning_content": []}
+
+    def open(self) -> bytes:
+        """The chunk that names the role."""
+        return self._chunk({"role": "assistant", "content": None, "refusal": None})
+
+    def delta(self, delta: Delta) -> bytes:
+        """One chunk, or nothing for a piece that says nothing."""
+        item, opened = self._emitted.take(delta)
+        if isinstance(delta, TextDelta):
+            return self._say("content", delta.text)
+        if isinstance(delta, ReasoningDelta):
+            return self._say("reasoning_content", delta.text)
+        place = sum(each.kind == "function_call" for each in self._emitted.items) - 1
+        if opened:
+            return self._call(place, item.call_id, item.name, delta.arguments)
+        return self._more(place, delta.arguments)
+
+    def finish(self, reply: PivotReply) -> bytes:
+        """The rest of the message, the finish reason, usage where it was asked for, and `[DONE]`."""
+        message = chat_message(reply.output)
+        out = [self._rest("reasoning_content", message), self._rest("content", message), self._calls(message)]
+        if message.get("refusal") is not None:
+            out.append(self._chunk({"refusal": message["refusal"]}))
+        rest = {name: value for name, value in message.items() if name not in _JOINED}
+        choice: dict[str, Any] = {"delta": {**rest, **(reply.tokens or {})}, "finish_reason": reply.finish_reason}
+        out.append(self._write({**reply.extra, "choices": [self._choice(**choice, logprobs=reply.logprobs)]}))
+        if self._include_usage:
+            out.append(self._write({"choices": [], "usage": chat_usage(reply.usage)}))
+        out.append(b"data: [DONE]\n\n")
+        return b"".join(out)
+
+    def keep_alive(self) -> bytes:
+        """A comment."""
+        return COMMENT
+
+    def _rest(self, field: str, message: dict[str, Any]) -> bytes:
+        said, final = "".join(self._sent[field]), message.get(field)
+        rest = rest_of(said, final or "", field)
+        if final == "" and field == "content":
+            return self._chunk({"content": ""})  # said nothing, which is not the same as no content
+        return self._say(field, rest)
+
+    def _calls(self, message: dict[str, Any]) -> bytes:
+        sent = [item for item in self._emitted.items if item.kind == "function_call"]
+        final = message.get("tool_calls", ())
+        if len(sent) > len(final):
+            raise StreamContradiction(f"{len(sent)} calls were sent, {len(final)} were finished")
+        out = []
+        for place, call in enumerate(final):
+            function = call["function"]
+            if place >= len(sent):
+                out.append(self._call(place, call["id"], function["name"], function["arguments"]))
+                continue
+            item = sent[place]
+            if (item.call_id, item.name) != (call["id"], function["name"]):
+                raise StreamContradiction(f"call {place}: {item.call_id} {item.name} was sent, {call} was finished")
+            rest = rest_of(item.text, function["arguments"], f"arguments of call {place}")
+            out.append(self._more(place, rest))
+        return b"".join(out)
+
+    def _say(self, field: str, text: str) -> bytes:
+        if not text:
+            return b""
+        self._sent[field].append(text)
+        return self._chunk({field: text})
+
+    def _call(self, place: int, call_id: str, name: str, arguments: str) -> bytes:
+        call = {"index": place, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        return self._chunk({"tool_calls": [call]})
+
+    def _more(self, place: int, arguments: str) -> bytes:
+        if not arguments:
+            return b""
+        return self._chunk({"tool_calls": [{"index": place, "function": {"arguments": arguments}}]})
+
+    def _chunk(self, delta: dict[str, Any]) -> bytes:
+        return self._write({"choices": [self._choice(delta=delta)]})
+
+    def _choice(self, *, delta: dict[str, Any], finish_reason: str | None = None, logprobs: Any = None) -> Any:
+        return {"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _write(self, fields: dict[str, Any]) -> bytes:
+        if self._include_usage:
+            fields.setdefault("usage", None)
+        return data_event({**fields, **self._head})
