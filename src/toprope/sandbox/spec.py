@@ -9,6 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
+from typing import Literal
 
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import ConfigError, TopropeError
@@ -105,23 +106,33 @@ class SandboxSpec:
     """A sandbox as its owner wants it.
 
     `lease_s`: it lives no longer than that, whatever becomes of the owner. `model_url`: the one URL that code inside
-    can reach; None leaves the choice to each run. `env`: given to every run. `read_only`: further trees of the host
-    that code inside may read, at the same paths (bubblewrap). `image`: what the sandbox is made from (docker).
+    can reach; None leaves the choice to each run. `network`: `none` takes also that away. `env`: given to every run.
+    `read_only`: further trees of the host that code inside may read, at the same paths (bubblewrap). `hidden`: trees
+    below those that it may read, or below /usr, in whose place it finds an empty directory (bubblewrap). `image`: what
+    the sandbox is made from (docker).
     """
 
     limits: Limits = field(default_factory=Limits)
     lease_s: float = 3600.0
     model_url: str | None = None
+    network: Literal["none", "model"] = "model"
     env: Mapping[str, str] = field(default_factory=dict)
     read_only: tuple[str, ...] = ()
+    hidden: tuple[str, ...] = ()
     image: str | None = None
 
     def __post_init__(self) -> None:
         if not math.isfinite(self.lease_s) or self.lease_s <= 0:
             raise ConfigError(f"sandbox lease_s: {self.lease_s!r} is no time; give seconds above 0")
-        for tree in self.read_only:
-            if not tree.startswith("/") or tree == "/" or "\0" in tree or ".." in tree.split("/"):
-                raise ConfigError(f"sandbox read_only: {tree!r} is no absolute path of one tree of the host")
+        if self.network not in ("none", "model") or (self.network == "none" and self.model_url is not None):
+            raise ConfigError(
+                f"sandbox network: {self.network!r} with model_url {self.model_url!r}; accepted: model, "
+                "or none and no model_url"
+            )
+        for name in ("read_only", "hidden"):
+            for tree in getattr(self, name):
+                if not tree.startswith("/") or tree == "/" or "\0" in tree or ".." in tree.split("/"):
+                    raise ConfigError(f"sandbox {name}: {tree!r} is no absolute path of one tree of the host")
         check_env(self.env)
 
 

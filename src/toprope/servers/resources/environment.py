@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from toprope.protocol.episode import Task
+from toprope.sandbox.spec import SandboxSpec
 from toprope.tools.spec import ToolSpec, tools_of
 
 
@@ -55,6 +56,12 @@ class Environment:
     worker_threads: ClassVar[int] = 8
     """How many plain functions run at once, over all sessions."""
 
+    sandbox: SandboxSpec | None = None
+    """The sandbox that each session gets: made before `seed`, which is given it as `sandbox`, stopped after `release`."""
+
+    lends_sandbox: ClassVar[bool] = False
+    """Whether the agent may borrow the session's sandbox: run programs in it, read and write its files."""
+
     class_tools: ClassVar[Mapping[str, ToolSpec]] = {}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -69,11 +76,15 @@ class Environment:
     @property
     def stateful(self) -> bool:
         """Whether sessions hold state: then nothing is verified without one."""
-        return type(self).seed is not Environment.seed
+        return type(self).seed is not Environment.seed or self.sandbox is not None
 
-    def seed(self, task: dict[str, Any]) -> Any:
-        """The fresh state of one episode, made from the task's `task_data`. Runs once an episode."""
-        return None
+    def seed(self, task: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """The fresh state of one episode, made from the task's `task_data`. Runs once an episode.
+
+        Override it as `seed(self, task)`; where `sandbox` is set, as `seed(self, task, sandbox)`: the session's
+        `toprope.sandbox.provider.Sandbox`. Without an override the sandbox itself is the state.
+        """
+        return kwargs.get("sandbox")
 
     def verify(self, state: Any, task: dict[str, Any], response: dict[str, Any]) -> Any:
         """The reward of a finished episode: a finite float, or a `Verdict`.

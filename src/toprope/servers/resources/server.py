@@ -32,7 +32,9 @@ from toprope.protocol.sessions import (
     ResourcesSeedSessionRequest,
     ResourcesSeedSessionResponse,
 )
+from toprope.sandbox.desk import SandboxDesk
 from toprope.servers.resources.environment import Environment, Verdict
+from toprope.servers.resources.sandboxes import SessionSandboxes
 from toprope.servers.session_door import SessionDoor, check_key, close_token, lease_s, working_for
 from toprope.servers.session_table import State
 from toprope.servers.sessions import SeedCall, Session, SessionRegistry, payload_digest
@@ -48,7 +50,11 @@ _VERDICT_FIELDS = ("failure_kind", "failure_reason", "reward_components")
 
 
 class ResourcesServer:
-    """Serves `environment` under `name`; `.app` is the ASGI app. `signing_key` signs the session cookies."""
+    """Serves `environment` under `name`; `.app` is the ASGI app. `signing_key` signs the session cookies.
+
+    `sandboxes` makes the sandbox of each session, for an environment that wants one; it is opened and closed by whoever
+    gives it.
+    """
 
     def __init__(
         self,
@@ -60,9 +66,12 @@ class ResourcesServer:
         max_sessions: int | None = None,
         limits: Limits | None = None,
         api_key: str | None = None,
+        sandboxes: SandboxDesk | None = None,
     ) -> None:
         self.name = name
         self.environment = environment
+        self.sandboxes = SessionSandboxes(name, environment, sandboxes)
+        self._ttl_s = session_ttl_s
         self.workers = WorkerThreads(environment.worker_threads, name=f"toprope-{name}")
         self.sessions: SessionRegistry[Any] = SessionRegistry(
             noun="resources", release=self._release, ttl_s=session_ttl_s, max_sessions=max_sessions
@@ -106,6 +115,7 @@ class ResourcesServer:
         for watcher in self._watchers:
             watcher.cancel()
         await self.sessions.release_all()
+        await self.sandboxes.stop_all()
         self.workers.close()
 
     # -- sessions ------------------------------------------------------------------------------------------------
@@ -122,17 +132,30 @@ class ResourcesServer:
             lease_s(request),
         )
         with working_for(key):
-            answer: ResourcesSeedSessionResponse = await self.sessions.seed(call, partial(self._allocate, seed))
+            allocate = partial(self._allocate, seed, max(call.lease_s, self._ttl_s))
+            answer: ResourcesSeedSessionResponse = await self.sessions.seed(call, allocate)
         if not request.speaks_protocol:
             answer = msgspec.structs.replace(answer, env_session_id=None)
         return json_reply(answer, cookies=self._door.cookies(seed.resources_session_id))
 
-    async def _allocate(self, seed: ResourcesSeedSessionRequest) -> tuple[Any, ResourcesSeedSessionResponse]:
-        state = None
-        if self.environment.stateful:
-            state = await self._author("seed", Kind.SEED_FAILED, self.environment.seed, seed.task_data)
-        handle = self.environment.env_session_id(state)
-        return state, ResourcesSeedSessionResponse(seed.resources_session_id, env_session_id=handle)
+    async def _allocate(
+        self, seed: ResourcesSeedSessionRequest, life_s: float
+    ) -> tuple[Any, ResourcesSeedSessionResponse]:
+        session_id, own = seed.resources_session_id, {}
+        if self.sandboxes.wanted is not None:
+            own["sandbox"] = await self.sandboxes.make(session_id, life_s=life_s)
+        try:
+            state = None
+            if self.environment.stateful:
+                state = await self._author("seed", Kind.SEED_FAILED, self.environment.seed, seed.task_data, **own)
+            return state, ResourcesSeedSessionResponse(
+                session_id,
+                sandbox_access=self.sandboxes.access(session_id),
+                env_session_id=self.environment.env_session_id(state),
+            )
+        except BaseException:
+            await self.sandboxes.stop(session_id)
+            raise
 
     async def _close(self, request: Request) -> Reply:
         close = await request.decode(ResourcesCloseSessionRequest)
@@ -144,6 +167,7 @@ class ResourcesServer:
     async def _release(self, session: Session[Any]) -> None:
         if type(self.environment).release is not Environment.release:
             await self.workers.call(self.environment.release, session.value)
+        await self.sandboxes.stop(session.session_id)
 
     # -- tools and verify ----------------------------------------------------------------------------------------
 
