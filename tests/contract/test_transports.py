@@ -21,6 +21,7 @@ from toprope.http.headers import Headers
 from toprope.http.reply import Reply, json_reply, text_reply
 from toprope.http.request import Request
 from toprope.http.serve import serve
+from toprope.http.streaming import streaming_reply
 
 outside: contextvars.ContextVar[str] = contextvars.ContextVar("outside", default="unset")
 
@@ -498,6 +499,185 @@ async def test_a_handler_may_clean_up_after_its_caller_left(reach: Reach) -> Non
     call.cancel()
     await asyncio.wait_for(done.wait(), 10)
     assert order == ["closed", "unwound"]
+
+
+# Streams
+
+
+class Piped:
+    """A streamed body that the test feeds, and that tells how it ended. Not a generator: it sees every `aclose`."""
+
+    def __init__(self) -> None:
+        self.pieces: asyncio.Queue[bytes | BaseException | None] = asyncio.Queue()
+        self.waiting, self.closed = asyncio.Event(), asyncio.Event()
+        self.closes = 0
+        self.cancelled = False
+
+    def feed(self, *pieces: bytes | BaseException | None) -> None:
+        for piece in pieces:
+            self.pieces.put_nowait(piece)
+
+    def __aiter__(self) -> Piped:
+        return self
+
+    async def __anext__(self) -> bytes:
+        self.waiting.set()
+        try:
+            piece = await self.pieces.get()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        if piece is None:
+            raise StopAsyncIteration
+        if isinstance(piece, BaseException):
+            raise piece
+        return piece
+
+    async def aclose(self) -> None:
+        self.closes += 1
+        self.closed.set()
+
+    async def __call__(self, request: Request) -> Reply:
+        return streaming_reply(self, headers={"x-thing": "1"}, cookies={"s": "1"})
+
+
+async def test_a_streamed_reply_has_its_headers_cookies_and_every_piece(reach: Reach) -> None:
+    pipe = Piped()
+    pipe.feed(b"data: 1\n\n", b"", b"data: 2\n\n", None)
+    reply = await (await reach([Route("POST", "/x", pipe)])).request("POST", "/x")
+    assert (reply.status, reply.body) == (200, b"data: 1\n\ndata: 2\n\n")
+    assert reply.headers["content-type"] == "text/event-stream"
+    assert reply.headers["x-thing"] == reply.headers["x-toprope-protocol"] == "1"
+    assert "content-length" not in reply.headers
+    assert [(cookie.name, cookie.value) for cookie in reply.set_cookies] == [("s", "1")]
+    assert (pipe.closes, pipe.cancelled) == (1, False)
+
+
+async def test_a_stream_that_fails_is_cut_and_never_ends_cleanly(
+    reach: Reach, caplog: pytest.LogCaptureFixture
+) -> None:
+    for fault in (ZeroDivisionError("mid-stream"), Conflict("mid-stream")):
+        pipe = Piped()
+        pipe.feed(b"data: 1\n\n", fault)
+        peer = await reach([Route("POST", "/x", pipe)])
+        with pytest.raises(TransportError, match="cut off") as caught:
+            await peer.request("POST", "/x")
+        assert (caught.value.kind, caught.value.delivery) == (Kind.TRANSPORT_DROPPED, Delivery.DELIVERED)
+        assert pipe.closes == 1
+    assert "mid-stream" in caplog.text
+
+
+@pytest.mark.parametrize("detached", [False, True])
+async def test_a_client_that_leaves_a_stream_closes_its_iterator_once(reach: Reach, detached: bool) -> None:
+    pipe = Piped()
+    pipe.feed(b"data: 1\n\n")
+    peer = await reach([Route("POST", "/x", pipe, detached=detached)])
+    call = asyncio.create_task(peer.request("POST", "/x"))
+    await pipe.waiting.wait()
+    call.cancel()
+    await asyncio.wait_for(pipe.closed.wait(), 10)
+    assert pipe.cancelled
+    await reach.apps[0].stop()  # everything of the call is over
+    assert pipe.closes == 1
+
+
+async def test_head_of_a_stream_has_no_body_and_closes_it_unread(reach: Reach) -> None:
+    pipe = Piped()
+    reply = await (await reach([Route("GET", "/x", pipe)])).request("HEAD", "/x")
+    assert (reply.status, reply.body) == (200, b"")
+    await asyncio.wait_for(pipe.closed.wait(), 10)
+    assert (pipe.closes, pipe.waiting.is_set()) == (1, False)
+
+
+async def test_a_stream_with_a_cookie_that_http_cannot_carry_is_a_500_and_is_closed(reach: Reach) -> None:
+    pipe = Piped()
+
+    async def handler(request: Request) -> Reply:
+        return streaming_reply(pipe, cookies={"s": "a\r\nb: c"})
+
+    reply = await (await reach([Route("POST", "/x", handler)])).request("POST", "/x")
+    assert (reply.status, pipe.closes) == (500, 1)
+
+
+async def test_stop_cuts_an_attached_stream_at_once(reach: Reach) -> None:
+    pipe = Piped()
+    pipe.feed(b"data: 1\n\n")
+    peer = await reach([Route("POST", "/x", pipe)])
+    call = asyncio.create_task(peer.request("POST", "/x"))
+    await pipe.waiting.wait()
+    await reach.apps[0].stop()
+    assert (pipe.closes, pipe.cancelled) == (1, True)
+    with pytest.raises(TransportError, match="cut off"):
+        await call
+
+
+async def test_stop_lets_the_stream_of_a_detached_call_end_within_the_drain_bound(reach: Reach) -> None:
+    patient, hanging = Piped(), Piped()
+    routes = [Route("POST", f"/{n}", pipe, detached=True) for n, pipe in enumerate((patient, hanging))]
+    peer = await reach(routes, limits=Limits(drain_s=0.2))
+    calls = [asyncio.create_task(peer.request("POST", f"/{n}")) for n in (0, 1)]
+    await patient.waiting.wait()
+    await hanging.waiting.wait()
+    stop = asyncio.create_task(reach.apps[0].stop())
+    await asyncio.sleep(0)
+    patient.feed(b"data: 1\n\n", None)
+    assert (await calls[0]).body == b"data: 1\n\n"
+    await stop
+    assert (hanging.closes, hanging.cancelled) == (1, True)
+    with pytest.raises(TransportError, match="cut off"):
+        await calls[1]
+
+
+async def test_work_that_a_handler_hands_over_outlives_its_client_and_stop_waits_for_it(reach: Reach) -> None:
+    release, ended = asyncio.Event(), asyncio.Event()
+    seen: list[str | None] = []
+    pipe = Piped()
+
+    async def drain_upstream() -> str:
+        await release.wait()
+        seen.append(current_rollout_id())
+        ended.set()
+        return "recorded"
+
+    class Leaving(Piped):
+        async def aclose(self) -> None:
+            reach.apps[0].detach(drain_upstream(), "draining a call whose client left")
+            await super().aclose()
+
+    pipe = Leaving()
+    peer = await reach([Route("POST", "/x", pipe)])
+    with rollout_context("4-2"):
+        call = asyncio.create_task(peer.request("POST", "/x"))
+    await pipe.waiting.wait()
+    call.cancel()
+    await asyncio.wait_for(pipe.closed.wait(), 10)
+    stop = asyncio.create_task(reach.apps[0].stop())
+    assert (await peer.request("GET", "/livez")).status == 200
+    assert not ended.is_set()
+    release.set()
+    await stop
+    assert ended.is_set()
+    assert seen == ["4-2"]
+
+
+async def test_work_that_was_handed_over_is_cancelled_at_the_drain_bound(reach: Reach) -> None:
+    outcome: list[str] = []
+
+    async def endless() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            outcome.append("cancelled")
+            raise
+
+    async def handler(request: Request) -> Reply:
+        reach.apps[0].detach(endless(), "endless")
+        return text_reply("")
+
+    peer = await reach([Route("POST", "/x", handler)], limits=Limits(drain_s=0.05))
+    assert (await peer.request("POST", "/x")).status == 200
+    await reach.apps[0].stop()
+    assert outcome == ["cancelled"]
 
 
 # Redirects

@@ -9,19 +9,23 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from toprope.errors.tree import Forbidden, NotReady, TopropeError
 from toprope.http.asgi import Receive, Scope, Send
 from toprope.http.faults import RenderError, reply_for, typed_error
 from toprope.http.inbound import ClientLeft, read_body
 from toprope.http.inflight import InFlight
-from toprope.http.reply import Reply, json_reply
+from toprope.http.reply import Reply, json_reply, raw_headers
 from toprope.http.request import Request
-from toprope.http.rollout_layer import RolloutContextMiddleware, send_reply
+from toprope.http.rollout_layer import PROTOCOL_FIELD, RolloutContextMiddleware, send_reply
 from toprope.http.routing import Route as Route
 from toprope.http.routing import Router
+from toprope.http.streaming import close_stream, send_stream
+
+T = TypeVar("T")
 
 log = logging.getLogger("toprope.http")
 
@@ -100,6 +104,14 @@ class ServerApp:
             self._started = self._startup is None
             self._stopped = True
 
+    def detach(self, work: Coroutine[Any, Any, T], label: str) -> asyncio.Task[T]:
+        """`work` as a task of its own, which goes on when the client of the running call leaves.
+
+        It runs in a copy of the caller's context (its rollout stays bound). stop() waits for it and cancels it at the
+        drain bound; `label` names it in the log then.
+        """
+        return self._calls.keep(work, label)
+
     def not_ready(self) -> str | None:
         """Why this server cannot serve now, or None."""
         if self._calls.stopping:
@@ -123,27 +135,55 @@ class ServerApp:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope)
         try:
-            reply = await self._reply(request, receive)
+            reply, detached = await self._reply(request, receive)
         except ClientLeft:
+            return
+        if reply.stream is not None:
+            await self._stream(reply, request, receive, send, drained=detached)
             return
         try:
             await send_reply(reply, request.method, send)
         except ValueError as error:  # a handler's header that HTTP cannot carry: nothing was sent yet
             await send_reply(reply_for(error, request, typed_error, self.name), request.method, send)
 
-    async def _reply(self, request: Request, receive: Receive) -> Reply:
+    async def _stream(self, reply: Reply, request: Request, receive: Receive, send: Send, *, drained: bool) -> None:
+        """Send a streamed reply. One that does not come to its end is left without end: the server below cuts it."""
+        assert reply.stream is not None
+        where = f"{request.method} {request.path}"
+        try:
+            fields = raw_headers(reply, PROTOCOL_FIELD)
+            if self._calls.stopping and not drained:
+                raise NotReady(f"{self.name} is shutting down")
+        except (ValueError, NotReady) as error:  # nothing was sent yet
+            await close_stream(reply.stream)
+            await send_reply(reply_for(error, request, typed_error, self.name), request.method, send)
+            return
+        try:
+            await self._calls.attached(
+                lambda: send_stream(reply, fields, request.method, send), receive, drained=drained
+            )
+        except ClientLeft:
+            return
+        except TopropeError as error:
+            log.warning("%s: %s: the stream was cut: %s", self.name, where, error)
+        except Exception as error:  # a fault in mid-stream cannot be answered any more: it is logged, the stream is cut
+            log.error("%s: %s: the stream was cut", self.name, where, exc_info=error)
+
+    async def _reply(self, request: Request, receive: Receive) -> tuple[Reply, bool]:
+        """The reply, and whether its route is detached."""
         try:
             if request.path in HEALTH_PATHS and request.method in ("GET", "HEAD"):
-                return self._health(request.path)
+                return self._health(request.path), False
             self._admit(request)
             route = self._router.find(request)
             request._body = await read_body(receive, request.headers, self.limits.max_body_bytes)
             detached = route.detached if isinstance(route.detached, bool) else route.detached(request)
             if detached:
-                return await self._calls.detached(lambda: self._answer(route, request), f"{route.method} {route.path}")
-            return await self._calls.attached(lambda: self._answer(route, request), receive)
+                label = f"{route.method} {route.path}"
+                return await self._calls.detached(lambda: self._answer(route, request), label), True
+            return await self._calls.attached(lambda: self._answer(route, request), receive), False
         except TopropeError as error:  # a refusal of the kit, or the end of a call by stop()
-            return reply_for(error, request, self._render, self.name)
+            return reply_for(error, request, self._render, self.name), False
 
     async def _answer(self, route: Route, request: Request) -> Reply:
         try:

@@ -1,7 +1,9 @@
 """The calls that a server has in hand, and who may end each of them.
 
     attached   the client's leaving cancels the handler; so does stop()
+    drained    the client's leaving cancels it; stop() lets it run to the drain bound (a detached call's streamed body)
     detached   the handler runs to its end in a task of its own; only stop() ends it, after the drain bound
+    kept       work that a handler handed over (`keep`); like detached
 
 Left to others: what a handler does, how its outcome becomes a reply (`app`).
 """
@@ -10,13 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, Literal, TypeVar
 
 from toprope.errors.tree import NotReady, TopropeError
 from toprope.http.asgi import Receive
 from toprope.http.inbound import ClientLeft
 from toprope.http.reply import Reply
+from toprope.http.streaming import close_stream
+
+T = TypeVar("T")
 
 log = logging.getLogger("toprope.http")
 
@@ -27,6 +32,7 @@ WATCH_AFTER_S = 0.01
 UNWIND_S = 10.0
 
 Answer = Callable[[], Awaitable[Reply]]
+_Cause = Literal["client_left", "stopping"]
 
 
 class InFlight:
@@ -35,17 +41,18 @@ class InFlight:
     def __init__(self, server: str) -> None:
         self._server = server
         self._attached: set[_Attached] = set()
-        self._detached: set[asyncio.Task[Reply]] = set()
+        self._detached: set[asyncio.Task[Any]] = set()
         self.stopping = False
 
     def __len__(self) -> int:
         return len(self._attached) + len(self._detached)
 
-    async def attached(self, answer: Answer, receive: Receive) -> Reply:
-        """Run `answer` here. Raises `ClientLeft` when the client's leaving ended it, `NotReady` when stop() did."""
+    async def attached(self, answer: Callable[[], Awaitable[T]], receive: Receive, *, drained: bool = False) -> T:
+        """Run `answer` here. Raises `ClientLeft` when the client's leaving ended it, `NotReady` when stop() did: at
+        once, or if `drained` at the drain bound."""
         task = asyncio.current_task()
         assert task is not None
-        call = _Attached(task, receive)
+        call = _Attached(task, receive, drained)
         self._attached.add(call)
         timer = task.get_loop().call_later(WATCH_AFTER_S, call.watch)
         try:
@@ -63,15 +70,21 @@ class InFlight:
         if call.cause is not None:  # cancelled in the very step in which it ended: take that cancellation back
             await _absorb_cancellation(task)
             if call.cause == "client_left":
+                if isinstance(reply, Reply) and reply.stream is not None:  # nobody will read it
+                    await close_stream(reply.stream)
                 raise ClientLeft
         return reply
 
     async def detached(self, answer: Answer, label: str) -> Reply:
         """Run `answer` in a task of its own; it goes on when whoever waits here is cancelled."""
-        task = asyncio.get_running_loop().create_task(self._guard(answer), name=f"{self._server}: {label}")
+        return await asyncio.shield(self.keep(self._guard(answer), label))
+
+    def keep(self, work: Coroutine[Any, Any, T], label: str) -> asyncio.Task[T]:
+        """`work` as a task that stop() waits for and cancels at the drain bound."""
+        task = asyncio.get_running_loop().create_task(work, name=f"{self._server}: {label}")
         self._detached.add(task)
         task.add_done_callback(self._detached.discard)
-        return await asyncio.shield(task)
+        return task
 
     async def _guard(self, answer: Answer) -> Reply:
         try:
@@ -85,36 +98,58 @@ class InFlight:
             raise _stray(self._server) from None
 
     async def drain(self, bound_s: float) -> None:
-        """End everything: attached calls now, detached ones when done or after `bound_s`. Nothing runs on return.
+        """End everything: attached calls now, the others when done or after `bound_s`. Nothing runs on return, work
+        that was handed over meanwhile included.
 
         A handler that resists its cancellation for `UNWIND_S` is named in the log and left behind.
         """
         self.stopping = True
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + bound_s
         own = asyncio.current_task()  # a handler may stop its own server
-        attached = [call for call in self._attached if call.task is not own and call.cancel("stopping")]
-        working = self._detached - {own}
-        if working:
-            await asyncio.wait(working, timeout=bound_s)
-        late = [task for task in working if not task.done()]
+        left: set[asyncio.Task[Any]] = set() if own is None else {own}
+        while True:
+            ended = {call.task for call in self._attached if not call.drained and call.task not in left}
+            for call in self._attached:
+                if call.task in ended:
+                    call.cancel("stopping")
+            while (working := self._working() - left) and (wait_s := deadline - loop.time()) > 0:
+                await asyncio.wait(working, timeout=wait_s)
+            ended |= self._cut(left, bound_s)
+            ended = {task for task in ended if not task.done()}
+            if ended:
+                _, resisting = await asyncio.wait(ended, timeout=UNWIND_S)
+                for task in resisting:
+                    log.error("%s: %s resists its cancellation and is left behind", self._server, task.get_name())
+                left |= resisting
+            if not (self._working() | {call.task for call in self._attached}) - left:
+                return
+
+    def _working(self) -> set[asyncio.Task[Any]]:
+        return self._detached | {call.task for call in self._attached if call.drained}
+
+    def _cut(self, left: set[asyncio.Task[Any]], bound_s: float) -> set[asyncio.Task[Any]]:
+        """Cancel what still works at the drain bound."""
+        late = self._working() - left
         for task in late:
             log.warning("%s: stopped after %g s of draining", task.get_name(), bound_s)
+        for call in self._attached:
+            if call.task in late:
+                call.cancel("stopping")
+        for task in late & self._detached:
             task.cancel()
-        remaining: set[asyncio.Task[Any]] = {call.task for call in attached if not call.task.done()} | set(late)
-        remaining.discard(own)
-        if remaining:
-            _, resisting = await asyncio.wait(remaining, timeout=UNWIND_S)
-            for task in resisting:
-                log.error("%s: %s resists its cancellation and is left behind", self._server, task.get_name())
+        return late
 
 
 class _Attached:
     """One attached call: its task, the watcher on its client, and why it was cancelled, if it was."""
 
-    __slots__ = ("_receive", "_watcher", "cause", "task")
+    __slots__ = ("_receive", "_watcher", "cause", "drained", "task")
 
-    def __init__(self, task: asyncio.Task[object], receive: Receive) -> None:
+    def __init__(self, task: asyncio.Task[Any], receive: Receive, drained: bool) -> None:
         self.task = task
-        self.cause: Literal["client_left", "stopping"] | None = None
+        self.cause: _Cause | None = None
+        self.drained = drained
         self._receive = receive
         self._watcher: asyncio.Task[None] | None = None
 
@@ -126,7 +161,7 @@ class _Attached:
             pass
         self.cancel("client_left")
 
-    def cancel(self, cause: Literal["client_left", "stopping"]) -> bool:
+    def cancel(self, cause: _Cause) -> bool:
         if self.cause is not None:
             return False
         self.cause = cause

@@ -1,11 +1,12 @@
 """A reply: what a handler gives and what a client gets, the same class on both sides.
 
-Whole bodies; a streamed reply will be a sibling of this class, not a flag on it.
+A body is whole, or on a server's side an iterator of pieces (`streaming`). A client reads streams through
+`replystream.StreamedReply`; what it gets as a `Reply` is always whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -29,7 +30,8 @@ class Reply:
     """Status, headers and the whole body.
 
     A handler's: `cookies` are set on the caller (session cookies, Path=/). A client's: `url` says who answered (no
-    query, no credentials), `attempts` how often it was asked.
+    query, no credentials), `attempts` how often it was asked. `stream` is a handler's body that comes in pieces
+    (made by `streaming_reply`; `body` is empty then).
     """
 
     status: int = 200
@@ -38,6 +40,7 @@ class Reply:
     cookies: Mapping[str, str] | None = None
     url: str = field(default="", compare=False)
     attempts: int = field(default=1, compare=False)
+    stream: AsyncIterator[bytes] | None = field(default=None, compare=False)
 
     @property
     def set_cookies(self) -> tuple[SetCookie, ...]:
@@ -108,9 +111,10 @@ _JSON = (b"content-type", b"application/json")
 
 
 def raw_headers(reply: Reply, *extra: tuple[bytes, bytes]) -> RawHeaders:
-    """The reply's header fields for the wire, length included. Raises `ValueError` for what HTTP cannot carry."""
+    """The reply's header fields for the wire, a whole body's length included. Raises `ValueError` for what HTTP cannot
+    carry."""
     fields: RawHeaders = [*Headers.of(reply.headers).raw, *extra]
-    if reply.status >= 200 and reply.status not in (204, 304):
+    if reply.stream is None and reply.status >= 200 and reply.status not in (204, 304):
         fields.append((b"content-length", b"%d" % len(reply.body)))
     if reply.cookies:
         fields.extend(raw_field("set-cookie", set_cookie_header(name, value)) for name, value in reply.cookies.items())

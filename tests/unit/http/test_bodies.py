@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gzip
+import subprocess
+import sys
 import zlib
 from typing import Any
 
 import msgspec
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -197,9 +200,41 @@ def test_damaged_data_is_a_400(data: bytes) -> None:
 
 
 def test_an_encoding_that_is_not_known_is_a_415_that_names_the_known_ones() -> None:
-    with pytest.raises(BadRequest, match="gzip, deflate, identity") as caught:
+    with pytest.raises(BadRequest, match="gzip, deflate, zstd, identity") as caught:
         decode_content(b"x", "br", limit=10, what="the body")
     assert caught.value.status == 415
+
+
+def test_zstd_is_undone_frame_by_frame_within_the_limit() -> None:
+    packed = zstandard.compress(b"abc" * 1000) + zstandard.compress(b"d")
+    assert decode_content(packed, "zstd", limit=3001, what="x") == b"abc" * 1000 + b"d"
+    with pytest.raises(TooLarge, match="3000 bytes"):
+        decode_content(packed, "zstd", limit=3000, what="x")
+    with pytest.raises(TooLarge):
+        decode_content(zstandard.compress(b"\0" * 50_000_000), "zstd", limit=1_000_000, what="x")
+
+
+@pytest.mark.parametrize("cut", [1, 3, 10, 21, -1])
+def test_zstd_data_that_were_cut_short_are_a_400_and_never_half_a_body(cut: int) -> None:
+    with pytest.raises(BadRequest) as caught:
+        decode_content(zstandard.compress(b"abcdefgh" * 4)[:cut], "zstd", limit=1000, what="the body")
+    assert caught.value.status == 400
+
+
+def test_zstd_without_a_library_is_a_415_that_names_the_extra() -> None:
+    probe = """
+import sys
+sys.modules["zstandard"] = sys.modules["compression.zstd"] = None
+from toprope.errors.tree import BadRequest
+from toprope.http.encoding import decode_content
+try:
+    decode_content(b"x", "zstd", limit=10, what="the body")
+except BadRequest as error:
+    print(error.status, error)
+"""
+    said = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True).stdout
+    assert said.startswith("415 ")
+    assert "toprope[zstd]" in said
 
 
 # Cookies
