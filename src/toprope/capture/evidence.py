@@ -25,7 +25,8 @@ class CallEvidence:
 
     `request_items` and `output_items` are Responses items, the latter without token arrays. `tokens` may be anything
     an engine gave, `token_fault` says why they are missing or not to be trusted, `usage_output_tokens` is the engine's
-    own count (None: unknown). `client_gone`: nobody may have read the reply. The arrays of `tokens` become read-only.
+    own count (None: unknown). `client_gone`: nobody may have read the reply. `reply` is what else the reply needs when
+    it is given once more from the record. The arrays of `tokens` become read-only.
     """
 
     key: str
@@ -46,6 +47,7 @@ class CallEvidence:
     media: bool = False
     routed_experts: Any = None
     weight_versions: tuple[WeightSpan, ...] = ()
+    reply: Mapping[str, Any] = field(default_factory=dict)
 
 
 def judged(call: CallEvidence) -> SampledTokens:
@@ -99,6 +101,7 @@ def record_of(
         client_gone=call.client_gone,
         media=call.media,
         dialect=call.dialect,
+        extra={"reply": dict(call.reply)} if call.reply else {},
     )
 
 

@@ -32,7 +32,16 @@ from toprope.capture.jsonl_shelf import Place, Shelf
 from toprope.capture.jsonl_state import Tombstone, decode_tombstone
 from toprope.capture.packing import pack
 from toprope.capture.prompts import RecentCalls
-from toprope.capture.protocols import BeginAck, CaptureInfo, EntryConflict, Intent, PutAck, closed, writer_state
+from toprope.capture.protocols import (
+    BeginAck,
+    CaptureInfo,
+    EntryConflict,
+    Intent,
+    JournalledCall,
+    PutAck,
+    closed,
+    writer_state,
+)
 from toprope.capture.settling import InFlight
 from toprope.errors.tree import CaptureError
 from toprope.tokens.entry import BadRecord, TokenEntry
@@ -211,6 +220,22 @@ class JsonlCaptures:
             if shelf.state is not None and shelf.state.retired:
                 return ()
             return tuple(read_records(shelf, self._recent, since=since, whole=True).entries)
+
+    def begun_calls(self, key: str) -> tuple[JournalledCall, ...]:
+        """In the order of the lines that say so, which the lock of the key made one order."""
+        with self._desk.opened(key, write=False, make=False) as shelf:
+            live = {epoch: self._epochs.is_live(epoch) for epoch in {i.writer_epoch for i in shelf.begun.values()}}
+            return tuple(
+                JournalledCall(
+                    call_id,
+                    intent,
+                    call_id in shelf.entries,
+                    None if call_id in shelf.entries else shelf.aborts.get(call_id),
+                    live[intent.writer_epoch],
+                )
+                for call_id, intent in shelf.begun.items()
+                if call_id in shelf.known
+            )
 
     def receipts(self, key: str) -> tuple[Receipt, ...] | None:
         with self._desk.opened(key, write=False, make=False) as shelf:

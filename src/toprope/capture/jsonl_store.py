@@ -19,7 +19,7 @@ from toprope.capture.epochs import WriterEpochs
 from toprope.capture.jsonl_captures import JsonlCaptures
 from toprope.capture.jsonl_files import Files, OsFiles
 from toprope.capture.jsonl_threads import KeyedThreads
-from toprope.capture.protocols import BeginAck, CaptureInfo, Intent, PutAck
+from toprope.capture.protocols import BeginAck, CaptureInfo, Intent, JournalledCall, PutAck
 from toprope.capture.settling import Changes, InFlight, wait_settled
 from toprope.errors.tree import CaptureClosed
 from toprope.tokens.entry import TokenEntry
@@ -129,6 +129,10 @@ class JsonlStore:
     async def open_entries(self, rollout_id: str, since: int = 0) -> tuple[TokenEntry, ...]:
         """The acknowledged entries after the first `since`, in order of acknowledgement, with whole prompts."""
         return await self._run(rollout_id, lambda: self._captures.open_entries(rollout_id, since))
+
+    async def begun_calls(self, rollout_id: str) -> tuple[JournalledCall, ...]:
+        """Every call that was begun, in order of beginning, the same for every process."""
+        return await self._run(rollout_id, lambda: self._captures.begun_calls(rollout_id))
 
     async def supersede(self, rollout_id: str) -> str | None:
         """Once it returns the key is new, durably; what stood there is `<key>~<n>`, whose name is returned."""

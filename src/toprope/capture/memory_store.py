@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from toprope.capture.fence import Fence, fence_key
 from toprope.capture.packing import pack
 from toprope.capture.prompts import PromptArena
-from toprope.capture.protocols import BeginAck, CaptureInfo, EntryConflict, Intent, PutAck, closed
+from toprope.capture.protocols import BeginAck, CaptureInfo, EntryConflict, Intent, JournalledCall, PutAck, closed
 from toprope.capture.settling import Changes, InFlight, wait_settled
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.lifecycle import (
@@ -162,6 +162,15 @@ class MemoryStore:
         with self._guard:
             capture = self._captures.get(rollout_id)
             return _with_whole_prompts(tuple(capture.entries.values()))[since:] if capture is not None else ()
+
+    async def begun_calls(self, rollout_id: str) -> tuple[JournalledCall, ...]:
+        """Every call that was begun, in order."""
+        with self._guard:
+            capture = self._captures.get(rollout_id)
+            if capture is None:
+                return ()
+            calls = [(call_id, intent, capture.calls[call_id]) for call_id, intent in capture.intents.items()]
+            return tuple(JournalledCall(call_id, intent, call.put, call.abort) for call_id, intent, call in calls)
 
     async def supersede(self, rollout_id: str) -> str | None:
         """Once it returns the key is new; what stood there is `<key>~<n>`, whose name is returned."""

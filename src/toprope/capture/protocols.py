@@ -17,7 +17,10 @@ from toprope.tokens.snapshot import Receipt, TokenCaptureSnapshot
 
 @dataclass(frozen=True, slots=True)
 class Intent:
-    """What is written down of a call before it goes upstream."""
+    """What is written down of a call before it goes upstream.
+
+    `request_digest` is what a repeat of the request is known by: equal for equal requests, opaque here.
+    """
 
     stream: bool = False
     request_digest: str = ""
@@ -95,6 +98,36 @@ class CaptureReader(Protocol):
 
     async def open_entries(self, rollout_id: str, since: int = 0) -> tuple[TokenEntry, ...]:
         """The acknowledged entries after the first `since`, in order of acknowledgement, with whole prompts."""
+
+
+@dataclass(frozen=True, slots=True)
+class JournalledCall:
+    """One call of a key as its intent, its record and its abort tell it.
+
+    `abort` is the reason of an abort that no later put removed; `live` says whether the intent's writer may be alive.
+    """
+
+    call_id: str
+    intent: Intent
+    recorded: bool = False
+    abort: str | None = None
+    live: bool = True
+
+    @property
+    def open(self) -> bool:
+        """Neither record nor abort."""
+        return not self.recorded and self.abort is None
+
+
+@runtime_checkable
+class CallJournal(Protocol):
+    """Optional: what was begun, for retries."""
+
+    async def begun_calls(self, rollout_id: str) -> tuple[JournalledCall, ...]:
+        """Every call that `begin_call` was told of, in the order of its beginning, the same for every process.
+
+        Whatever begun before this was called is in it, whoever began it. Nothing for a key that nobody began.
+        """
 
 
 @runtime_checkable

@@ -25,7 +25,17 @@ from typing import Any, Literal
 from toprope.capture.evidence import CallEvidence as CallEvidence
 from toprope.capture.evidence import judged, record_of
 from toprope.capture.prompts import PromptArena
-from toprope.capture.protocols import AbortingSink, BeginAck, CaptureReader, EntryConflict, Intent, PutAck, TokenSink
+from toprope.capture.protocols import (
+    AbortingSink,
+    BeginAck,
+    CallJournal,
+    CaptureReader,
+    EntryConflict,
+    Intent,
+    JournalledCall,
+    PutAck,
+    TokenSink,
+)
 from toprope.errors.tree import CaptureClosed, CaptureError, ConfigError
 from toprope.tokens.entry import BadRecord, TokenEntry
 from toprope.tokens.hashing import ChainHash
@@ -107,6 +117,7 @@ class Recorder:
         self._begin_takes_intent = begin is not None and _accepts(begin, "intent")
         self._mark_takes_reason = _accepts(sink.mark_incomplete, "reason")
         self._aborting = sink if isinstance(sink, AbortingSink) else None
+        self._journal = reader if isinstance(reader, CallJournal) and self._begin_takes_intent else None
         self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()
         self._ids = 0
         self._running: set[asyncio.Task[None]] = set()
@@ -157,6 +168,19 @@ class Recorder:
     async def incomplete(self, key: str, call_id: str, reason: str) -> None:
         """On return the loss is durable; `reason` is a typed reason, a detail after a colon. Raises as `record`."""
         await self._whatever_happens(self._lose(key, call_id, reason, reason))
+
+    async def journal(self, key: str) -> tuple[JournalledCall, ...]:
+        """The calls of `key` that were begun, in order, by whichever process; nothing where that cannot be read."""
+        return await self._journal.begun_calls(key) if self._journal is not None else ()
+
+    async def recorded(self, key: str, since: int = 0) -> tuple[TokenEntry, ...]:
+        """The durable entries of `key` after the first `since`; nothing where they cannot be read."""
+        return await self._reader.open_entries(key, since) if self._reader is not None else ()
+
+    def shares(self, key: str) -> bool:
+        """Whether another process wrote to `key`, as far as the last `begin` or `record` of it could tell."""
+        rollout = self._rollouts.get(key)
+        return rollout is not None and rollout.shared
 
     def forget(self, key: str) -> None:
         """Let go of the memory of a rollout that ended."""
@@ -335,6 +359,8 @@ class Recorder:
             limits.append(f"{name} has no abort_call: a call that failed upstream masks its rollout")
         if self._reader is None:
             limits.append(f"{name} cannot be read while open: prompts are stored whole, parents are found at freeze")
+        elif self._journal is None:
+            limits.append(f"{name} keeps no journal that can be read: retries of clients are sampled again")
         return limits
 
 

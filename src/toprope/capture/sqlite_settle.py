@@ -1,4 +1,4 @@
-"""Open intents in the sqlite store: whose they are, and the end of those whose writers died.
+"""Intents in the sqlite store: whose they are, what became of them, and the end of those whose writers died.
 
 Called inside a transaction of the writer (`settle_dead`) or of a reader (`open_writers`). The rule is
 `tokens.settling`'s, who is alive `epochs` knows.
@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
+from toprope.capture.protocols import Intent, JournalledCall
 from toprope.capture.sqlite_records import DamagedRecord, read_record
 from toprope.capture.sqlite_rows import KeyRow, SqliteRows
 from toprope.tokens.lifecycle import Abort, Phase, Verdict, step
@@ -55,6 +56,32 @@ def open_writers(connection: sqlite3.Connection, key: str) -> Counter[str]:
     if found is None:
         return Counter()
     return Counter(epoch or "" for _, is_open, *_, epoch, _ in connection.execute(_LINE, found) if is_open)
+
+
+def begun_calls(connection: sqlite3.Connection, key: str, is_live: Callable[[str], bool]) -> tuple[JournalledCall, ...]:
+    """The calls of `key` that were begun, in order; each writer's life is asked for once."""
+    found = connection.execute("SELECT last_call, calls FROM capture WHERE key = ?", (key,)).fetchone()
+    if found is None:
+        return ()
+    rows = connection.execute(
+        "WITH RECURSIVE line (id, prev) AS ("
+        " SELECT id, prev FROM call WHERE id = ? UNION ALL"
+        " SELECT c.id, c.prev FROM line JOIN call c ON c.id = line.prev LIMIT ?)"
+        " SELECT c.call_id, c.stream, c.digest, c.retry, c.epoch, c.entry IS NOT NULL, c.abort"
+        " FROM line JOIN call c ON c.id = line.id WHERE c.intent ORDER BY c.id",
+        found,
+    ).fetchall()
+    live = {epoch: is_live(epoch or "") for epoch in {row[4] for row in rows}}
+    return tuple(
+        JournalledCall(
+            call_id,
+            Intent(bool(stream), digest or "", retry or 0, epoch or ""),
+            bool(recorded),
+            abort,
+            live[epoch],
+        )
+        for call_id, stream, digest, retry, epoch, recorded, abort in rows
+    )
 
 
 def _calls(connection: sqlite3.Connection, row: KeyRow) -> list[BegunCall]:

@@ -18,11 +18,11 @@ from typing import Any, TypeVar, cast
 
 from toprope.capture.epochs import WriterEpochs
 from toprope.capture.prompts import RecentCalls
-from toprope.capture.protocols import BeginAck, CaptureInfo, Intent, PutAck, closed
+from toprope.capture.protocols import BeginAck, CaptureInfo, Intent, JournalledCall, PutAck, closed
 from toprope.capture.settling import Changes, InFlight, wait_settled
 from toprope.capture.sqlite_file import SqliteFile
 from toprope.capture.sqlite_reader import SqliteReader
-from toprope.capture.sqlite_settle import open_writers
+from toprope.capture.sqlite_settle import begun_calls, open_writers
 from toprope.capture.sqlite_writer import Operation, SqliteWriter
 from toprope.errors.tree import CaptureClosed, CaptureError
 from toprope.storage.group_commit import GroupCommit
@@ -142,6 +142,14 @@ class SqliteStore:
     async def open_entries(self, rollout_id: str, since: int = 0) -> tuple[TokenEntry, ...]:
         """The acknowledged entries after the first `since`, in order of acknowledgement, with whole prompts."""
         return await self._read(lambda: self._reader.open_entries(rollout_id, since))
+
+    async def begun_calls(self, rollout_id: str) -> tuple[JournalledCall, ...]:
+        """Every call that was begun, in order of beginning, the same for every process."""
+
+        def ask() -> tuple[JournalledCall, ...]:
+            return self._reader.ask(lambda connection: begun_calls(connection, rollout_id, self._epochs.is_live), ())
+
+        return await self._read(ask)
 
     async def supersede(self, rollout_id: str) -> str | None:
         """Once it returns the key is new, durably; what stood there is `<key>~<n>`, whose name is returned."""
