@@ -137,15 +137,18 @@ class _Check:
             ids = as_ids(trace["token_ids"], "token_ids")
             mask = np.asarray(trace["loss_mask"])
             log_probs = np.asarray(trace["logprobs"], dtype=np.float64)
-            stretches = _stretches(trace["spans"])
+            stretches = _stretches(trace["spans"], trace["call_ids"])
         except (BadRecord, KeyError, TypeError, ValueError, OverflowError) as error:
             self.say("malformed", where, f"{type(error).__name__}: {error}")
             return
-        whole = mask.shape == log_probs.shape == ids.shape
-        if not whole or not np.isin(mask, (0, 1)).all():
-            self.say("malformed", where, "token_ids, loss_mask (0 or 1) and logprobs must have one length")
+        if mask.shape != ids.shape or not np.isin(mask, (0, 1)).all():
+            self.say("malformed", where, "loss_mask must be a 0 or a 1 for each of token_ids")
             return
         outside = mask.astype(np.bool_)
+        if log_probs.shape != (int(outside.sum()),):
+            self.say("malformed", where, "logprobs must be one number for each 1 of loss_mask")
+            return
+        before = np.concatenate([[0], np.cumsum(outside)])  # logprobs that stand before a position
         state, position = ChainHash(), 0
         for call_id, start, end in stretches:
             at = f"{where}.spans[{call_id}]"
@@ -155,7 +158,8 @@ class _Check:
             state, position = state.extend(ids[position:end]), end
             owned = outside[start:end]
             self.generated += int(owned.sum())
-            self._span(call_id, state, start, end, log_probs[start:end] if owned.any() else None, at)
+            said = log_probs[before[start] : before[end]] if owned.any() else None
+            self._span(call_id, state, start, end, said, at)
             if owned.any() and not owned.all():
                 self.say("unsampled_in_loss", at, "the loss mask covers part of a generation")
             outside[start:end] = False
@@ -183,13 +187,16 @@ class _Check:
             self._used.add(call_id)
 
 
-def _stretches(spans: Any) -> list[tuple[str, int, int]]:
+def _stretches(spans: Any, call_ids: Any) -> list[tuple[str, int, int]]:
     """Spans joined by call, in order."""
     out: list[tuple[str, int, int]] = []
     for span in spans:
-        call, start, end = span["call"], span["start"], span["end"]
-        if not isinstance(call, str) or type(start) is not int or type(end) is not int:
-            raise TypeError("a span needs a call id and two integers")
+        place, start, end = span["call"], span["start"], span["end"]
+        if any(type(number) is not int for number in (place, start, end)) or not 0 <= place < len(call_ids):
+            raise TypeError("a span needs the place of its call in call_ids and two integers")
+        call = call_ids[place]
+        if not isinstance(call, str):
+            raise TypeError(f"call_ids[{place}] is no call id")
         if out and out[-1][0] == call and out[-1][2] == start:
             out[-1] = (call, out[-1][1], end)
         else:

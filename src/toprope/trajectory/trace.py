@@ -59,21 +59,22 @@ class Trace:
         return joined
 
     def as_json(self) -> dict[str, Any]:
-        """The trace as plain JSON values, the fields of capture.md by name; masked logprobs are the integer 0."""
-        log_probs: list[float | int] = []
-        for _, start, end in self.stretches():
-            log_probs.extend([0] * (start - len(log_probs)))
-            owned = self.loss_mask[start:end].all()
-            log_probs.extend(self.logprobs[start:end].tolist() if owned else [0] * (end - start))
-        log_probs.extend([0] * (len(self.token_ids) - len(log_probs)))
+        """The trace as plain JSON values, the fields of capture.md by name.
+
+        `logprobs` are one number for each 1 of `loss_mask`, in order: a token that nobody sampled has none. A span's
+        `call` is its place in `call_ids`; `weight_version` stands where it is known.
+        """
+        place = {call: index for index, call in enumerate(self.call_ids)}
         out: dict[str, Any] = {
             "trace_id": self.trace_id,
             "call_ids": list(self.call_ids),
             "token_ids": self.token_ids.tolist(),
             "loss_mask": self.loss_mask.astype(np.uint8).tolist(),
-            "logprobs": log_probs,
+            "logprobs": self.logprobs[self.loss_mask].tolist(),
             "spans": [
-                {"call": s.call, "start": s.start, "end": s.end, "weight_version": s.weight_version} for s in self.spans
+                {"call": place[s.call], "start": s.start, "end": s.end}
+                | ({} if s.weight_version is None else {"weight_version": s.weight_version})
+                for s in self.spans
             ],
             "role": self.role,
             "mask_sample": self.mask_sample,

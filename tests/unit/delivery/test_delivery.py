@@ -364,7 +364,8 @@ async def test_a_projection_over_the_limit_is_written_as_trace_and_reported() ->
     (trace,) = response[TRACES]
     assert trace["token_ids"] == [1, 2, 3, 4, 5, 6, 7]
     assert trace["loss_mask"] == [0, 0, 1, 0, 1, 0, 1]
-    assert trace["logprobs"] == [0, 0, -0.1, 0, -0.1, 0, -0.1]
+    assert trace["logprobs"] == [-0.1, -0.1, -0.1]
+    assert trace["spans"] == [{"call": at, "start": 2 * at + 2, "end": 2 * at + 3} for at in range(3)]
     assert trace["role"] == "terminal"
     assert response["usage"]["output_tokens"] == 3
     assert await retire_rollout_token_capture("r", store, delivered) is True

@@ -93,8 +93,9 @@ def _check_trace(case: dict[str, Any], built: Any) -> None:
         assert out["loss_mask"] == case["mask"]
     if "usage" in case:
         assert [trace.spans[0].start, sum(out["loss_mask"])] == case["usage"]
+    assert out["logprobs"] == [p for p, m in zip(trace.logprobs.tolist(), out["loss_mask"], strict=True) if m]
     for call, start, end in trace.stretches():
-        assert out["logprobs"][start:end] == [-0.1 * (1 + at) for at in range(end - start)], call
+        assert trace.logprobs[start:end].tolist() == [-0.1 * (1 + at) for at in range(end - start)], call
 
 
 def _check_all_chains(case: dict[str, Any], built: Any) -> None:

@@ -93,14 +93,22 @@ ITEMS: dict[str, tuple[Callable[[Row], None], str]] = {
 TRACE: dict[str, tuple[Callable[[Row], None], str]] = {
     "a generated id": (_put(trace, "token_ids", lambda ids: _set(ids, 2, 8)), "not_sampled"),
     "a context id": (_put(trace, "token_ids", lambda ids: _set(ids, 0, 8)), "not_sampled"),
-    "a logprob": (_put(trace, "logprobs", lambda lp: _set(lp, 2, -0.2)), "logprobs_differ"),
-    "a context id in the loss": (_put(trace, "loss_mask", lambda m: _set(m, 0, 1)), "unsampled_in_loss"),
+    "a logprob": (_put(trace, "logprobs", lambda lp: _set(lp, 1, -0.2)), "logprobs_differ"),
+    "a context id in the loss": (
+        lambda row: trace(row).update(loss_mask=[1, 0, 1, 0, 1, 0, 1], logprobs=[-0.5, *trace(row)["logprobs"]]),
+        "unsampled_in_loss",
+    ),
     "a mask that is no mask": (_put(trace, "loss_mask", lambda m: _set(m, 0, 2)), "malformed"),
     "a span moved": (
         lambda row: trace(row)["spans"][0].update(start=1),
         "not_sampled",
     ),
-    "a span of another call": (lambda row: trace(row)["spans"][0].update(call="c9"), "not_sampled"),
+    "a span of another call": (lambda row: trace(row)["call_ids"].__setitem__(0, "c9"), "not_sampled"),
+    "spans that change places": (lambda row: trace(row)["spans"][0].update(call=1), "not_sampled"),
+    "a span of no call": (lambda row: trace(row)["spans"][0].update(call=3), "malformed"),
+    "a span counted from behind": (lambda row: trace(row)["spans"][2].update(call=-1), "malformed"),
+    "a logprob too few": (_put(trace, "logprobs", lambda lp: lp[1:]), "malformed"),
+    "a logprob for every id": (_put(trace, "logprobs", lambda lp: [0, 0, lp[0], 0, lp[1], 0, lp[2]]), "malformed"),
     "spans out of order": (lambda row: trace(row)["spans"].reverse(), "malformed"),
     "lengths": (_put(trace, "loss_mask", lambda m: m[1:]), "malformed"),
     "no spans": (lambda row: trace(row).pop("spans"), "malformed"),
@@ -127,6 +135,7 @@ def test_half_a_generation_in_the_loss_is_named() -> None:
     (made,) = go(build, entries).traces
     out = made.as_json()
     out["loss_mask"][1] = 0
+    del out["logprobs"][0]
     breaches = check_row_against_receipts({"response": {TRACES: [out]}}, receipts_of(entries))
     assert "unsampled_in_loss" in {breach.kind for breach in breaches}
 
@@ -151,7 +160,7 @@ def test_nothing_in_a_row_makes_it_raise() -> None:
         check_row_against_receipts({"response": value, "_ng_token_capture": value}, RECEIPTS)
         for key in ("output", TRACES):
             check_row_against_receipts({"response": {key: value}}, RECEIPTS)
-        for key in ("token_ids", "loss_mask", "logprobs", "spans"):
+        for key in ("token_ids", "loss_mask", "logprobs", "spans", "call_ids"):
             row = trace_row()
             trace(row)[key] = value
             check_row_against_receipts(row, RECEIPTS)
