@@ -95,30 +95,47 @@ def _items(item: Item, where: str) -> tuple[Item, ...]:
 
 def responses_reply(reply: PivotReply, request: ResponsesRequest) -> dict[str, Any]:
     """A complete Response object. `reply.tokens` stand on the last output item for a caller that asked."""
-    output = list(reply.output)
-    if reply.tokens and output:
-        output[-1] = {**output[-1], **reply.tokens}
     cut = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(reply.finish_reason)
+    begun = response_begun(request, reply_id=reply.reply_id, model=reply.model, created=reply.created)
     return {
         **reply.extra,
-        "id": f"resp_{reply.reply_id}",
-        "object": "response",
-        "created_at": reply.created,
+        **begun,
         "status": "incomplete" if cut else "completed",
-        "error": None,
         "incomplete_details": {"reason": cut} if cut else None,
+        "output": output_with_tokens(reply),
+        "usage": _usage(reply.usage),
+    }
+
+
+def response_begun(request: ResponsesRequest, *, reply_id: str, model: str, created: int) -> dict[str, Any]:
+    """A Response object of which nothing was sampled yet, as the first events of a stream carry it."""
+    return {
+        "id": f"resp_{reply_id}",
+        "object": "response",
+        "created_at": created,
+        "status": "in_progress",
+        "error": None,
+        "incomplete_details": None,
         "instructions": request.instructions,
         "metadata": request.extra.get("metadata") or {},
-        "model": reply.model,
-        "output": output,
+        "model": model,
+        "output": [],
         "parallel_tool_calls": request.parallel_tool_calls is not False,
         "temperature": request.temperature,
         "top_p": request.top_p,
         "max_output_tokens": request.max_output_tokens,
         "tool_choice": request.tool_choice or "auto",
         "tools": list(request.tools),
-        "usage": _usage(reply.usage),
+        "usage": None,
     }
+
+
+def output_with_tokens(reply: PivotReply) -> list[Item]:
+    """The output items as a client gets them: the triple on the last one, where it was asked for."""
+    output = list(reply.output)
+    if reply.tokens and output:
+        output[-1] = {**output[-1], **reply.tokens}
+    return output
 
 
 def _usage(usage: Usage) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ from toprope.dialects.deltas import Delta
 from toprope.dialects.emitted import StreamContradiction as StreamContradiction
 from toprope.dialects.pivot import PivotReply
 from toprope.dialects.stream_chat import ChatStream
+from toprope.dialects.stream_responses import ResponsesStream
 from toprope.wire.responses import ResponsesRequest
 
 Dialect: TypeAlias = Literal["chat", "responses", "messages"]
@@ -52,4 +53,6 @@ def open_stream(
     """A writer for one reply of `dialect`. `reply_id` and `created` are those of the `PivotReply` at its end, so that
     streamed item ids equal the recorded ones. `include_usage` is a Chat client's wish; the other dialects always say.
     """
+    if dialect == "responses":
+        return ResponsesStream(request, reply_id=reply_id, model=model, created=created)
     return ChatStream(reply_id=reply_id, model=model, created=created, include_usage=include_usage)

@@ -113,4 +113,4 @@ class ChatStream:
     def _write(self, fields: dict[str, Any]) -> bytes:
         if self._include_usage:
             fields.setdefault("usage", None)
-        return data_event({**fields, **self._head})
+        return data_event({**self._head, **fields, **self._head})
