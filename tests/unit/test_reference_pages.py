@@ -75,14 +75,6 @@ def test_the_page_of_rows_names_every_key_of_ours_in_a_row_its_capture_and_its_t
             found |= set(trace) | {key for span in trace["spans"] for key in span}
     assert {"_ng_token_capture", "_ng_traces", "loss_mask", "spans", "n_calls"} <= found
     assert found - named("result-rows.md") == set()
-    fields = ("weight_version", "projected_bytes", "truncated", "raw_logprobs_differ", "routed_experts")
-    for rare in (*fields, "grammar_forced", "error"):
-        "weight_version",
-        "projected_bytes",
-        "truncated",
-        "raw_logprobs_differ",
-        "routed_experts",
-        "grammar_forced",
-        "error",
-    ):
+    for rare in ("projected_bytes", "truncated", "raw_logprobs_differ", "routed_experts", "grammar_forced", "error"):
         assert rare in named("result-rows.md")
+    assert "weight_version" in named("result-rows.md")
