@@ -15,7 +15,7 @@ from typing import Any, Literal
 import httpx2 as httpx
 import uvicorn
 from openai.types.responses import Response as OpenAIResponse
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -230,6 +230,95 @@ class StrangerResources(Stranger):
         asked = CloseRequest.model_validate_json(await request.body())
         self.forget(asked.resources_session_id)
         return JSONResponse(CloseReply(resources_session_id=asked.resources_session_id).model_dump())
+
+
+class FlatSeedRequest(Closed):
+    responses_create_params: dict[str, Any]
+    goal: int
+
+
+class Nothing(Closed):
+    """What an older environment answers to its seed."""
+
+
+class StrangerFlatResources(StrangerResources):
+    """The same counter as an older environment serves it: a flat seed, an empty reply, a cookie, and no close.
+
+    Its cookie holds what the session is, and changes with every use, as signed session cookies do.
+    """
+
+    def routes(self) -> list[Route]:
+        return [route for route in super().routes() if route.path != "/close_session"]
+
+    async def seed(self, request: Request) -> Response:
+        FlatSeedRequest.model_validate_json(await request.body())
+        return self.open(Nothing(), secrets.token_hex(4), {"n": 0})
+
+    async def add(self, request: Request) -> Response:
+        response = await super().add(request)
+        state = self.sessions.pop(request.cookies.get("session", ""), None)
+        if state is not None:
+            cookie = secrets.token_hex(8)
+            self.sessions[cookie] = state
+            response.set_cookie("session", cookie)
+        return response
+
+
+class OwnRunRequest(Closed):
+    """A row as a collector sends it to an agent's own `/run`, with the identity that the row carries."""
+
+    responses_create_params: dict[str, Any]
+    goal: int
+    task_index: int = Field(alias="_ng_task_index")
+    rollout_index: int = Field(alias="_ng_rollout_index")
+    rollout_id: str = Field(alias="_ng_rollout_id")
+    attempt: int = Field(default=0, alias="_ng_attempt_index")
+
+
+class StrangerRunAgent(Stranger):
+    """An older harness that runs whole episodes itself: its own `/run`, over an older environment and a Chat endpoint.
+
+    `failures` are statuses to answer with, one a request, before it does its work.
+    """
+
+    def __init__(self, model_url: str, resources_url: str) -> None:
+        super().__init__()
+        self.model_url = model_url
+        self.resources_url = resources_url
+        self.failures: list[int] = []
+        self.asked: list[OwnRunRequest] = []
+
+    def routes(self) -> list[Route]:
+        return [Route("/run", self.run, methods=["POST"])]
+
+    async def run(self, request: Request) -> Response:
+        asked = OwnRunRequest.model_validate_json(await request.body())
+        self.asked.append(asked)
+        if self.failures:
+            return JSONResponse({"detail": "the harness fell over"}, self.failures.pop(0))
+        key = asked.rollout_id + (f"-a{asked.attempt}" if asked.attempt else "")
+        prefix = f"/ng-rollout/{key}"
+        task = {"responses_create_params": asked.responses_create_params, "goal": asked.goal}
+        async with httpx.AsyncClient(base_url=self.resources_url + prefix) as resources:
+            (await resources.post("/seed_session", json=task)).raise_for_status()
+            body = {"model": "stranger", "messages": asked.responses_create_params["input"]}
+            url = f"{self.model_url}{prefix}/v1/chat/completions"
+            said = (await resources.post(url, json=body)).raise_for_status().json()["choices"][0]["message"]
+            for call in said["tool_calls"]:
+                tool = await resources.post(f"/{call['function']['name']}", content=call["function"]["arguments"])
+                tool.raise_for_status()
+            text = {"type": "output_text", "text": "done", "annotations": []}
+            message = {"type": "message", "id": "m", "role": "assistant", "status": "completed", "content": [text]}
+            answer = {
+                "id": "resp_theirs",
+                "object": "response",
+                "created_at": 0,
+                "status": "completed",
+                "output": [message],
+            }
+            verified = (await resources.post("/verify", json={**task, "response": answer})).raise_for_status().json()
+        echoed = asked.model_dump(by_alias=True, include={"task_index", "rollout_index"})
+        return JSONResponse({**echoed, **verified})
 
 
 class StrangerAgent(Stranger):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import JSONResponse, Response
 
 from toprope.catalog.tool_loop import ToolLoop
 from toprope.http.app import ServerApp
@@ -220,3 +221,39 @@ async def test_a_collector_of_theirs_parses_our_results_and_failures(world: Worl
     else:
         assert parsed.result is not None
         assert parsed.result["reward"] == 1.0
+
+
+@pytest.mark.promise("EP-18")
+@pytest.mark.promise("EP-16")
+@pytest.mark.parametrize("their_agent", [False, True])
+async def test_an_older_environment_is_driven_flat_by_its_cookie_and_owes_no_close(
+    world: World, their_agent: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    _, model_url = await world.model()
+    resources = strangers.StrangerFlatResources()
+    if their_agent:
+        agent_url = world.theirs(strangers.StrangerAgent(model_url))
+    else:
+        _, agent_url = await world.agent(model_url)
+    environment_url = await world.environment(world.theirs(resources), agent_url, resources_protocol="flat")
+    outcome = (await world.run(environment_url, goal=5)).json()
+    assert outcome["failure"] is None
+    result = outcome["result"]
+    assert (result["reward"], result["final_n"], result["goal"]) == (1.0, 5, 5)
+    assert resources.keys == [(path, KEY) for path in ("/seed_session", "/add", "/verify", "/close_session")]
+    assert "left open" not in caplog.text
+
+
+@pytest.mark.promise("EP-18")
+async def test_an_older_environment_driven_as_a_typed_one_is_a_terminal_failure_that_says_how(world: World) -> None:
+    _, model_url = await world.model()
+    _, agent_url = await world.agent(model_url)
+    running = strangers.StrangerFlatResources()
+    running.seed = _empty  # type: ignore[method-assign]  # NeMo Gym's base takes any seed and answers {}
+    failure = (await world.run(await world.environment(world.theirs(running), agent_url), goal=5)).json()["failure"]
+    assert (failure["stage"], failure["terminal"], failure["failure_kind"]) == ("seed", True, "bad_reply")
+    assert "protocol: flat" in failure["failure_reason"]
+
+
+async def _empty(request: object) -> Response:
+    return JSONResponse({})

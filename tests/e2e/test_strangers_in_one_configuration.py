@@ -6,6 +6,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from toprope.collector.collect import Collector
@@ -77,7 +78,79 @@ async def test_strangers_by_url_work_in_one_configuration(tmp_path: Path) -> Non
     assert {key for _, key in endpoint.keys} == {None}
 
 
-def _line(value: dict[str, Any]) -> bytes:
-    import msgspec
+@pytest.mark.promise("EP-18")
+async def test_an_agents_own_run_takes_flat_rows_and_its_reply_is_the_result(tmp_path: Path) -> None:
+    endpoint, resources = strangers.StrangerEndpoint(), strangers.StrangerFlatResources()
+    with ExitStack() as stack:
+        urls = []
+        for stranger in (endpoint, resources):
+            running = strangers.Running(stranger.app())
+            stack.callback(running.stop)
+            urls.append(running.url)
+        agent = strangers.StrangerRunAgent(*urls)
+        agent.failures = [503]
+        running = strangers.Running(agent.app())
+        stack.callback(running.stop)
+        configuration = read_configuration(
+            {
+                "servers": {"harness": {"role": "agent", "url": running.url}},
+                "run": {"agent": "harness", "tasks": "tasks.jsonl", "repeats": 3, "out": str(tmp_path / "out")},
+            },
+            file="strangers.yaml",
+            directory=tmp_path,
+        )
+        materialised = {"task_id": {"taskset": "t", "task_id": "two"}, "task_input": TASK}
+        (tmp_path / "tasks.jsonl").write_bytes(_line(TASK) + _line(materialised))
+        summary = await RunJob(configuration).collect()
+    assert summary.exit_status == 0, summary.message
+    assert summary.metrics.measures["reward"].rollouts.mean == 1.0
+    # One of six answered 503 and came back as attempt 1; each call of an episode carried the key of its own.
+    assert sorted(asked.attempt for asked in agent.asked) == [0, 0, 0, 0, 0, 0, 1]
+    ids = {f"{summary.run_id}.{task}-{repeat}" for task in range(2) for repeat in range(3)}
+    assert {asked.rollout_id for asked in agent.asked} == ids
+    keys = {asked.rollout_id + ("-a1" if asked.attempt else "") for asked in agent.asked[1:]}
+    assert {key for _, key in resources.keys} == keys
+    assert agent.keys[1:] == [("/run", None)] * 7
+    rows = [msgspec.json.decode(line) for line in (tmp_path / "out/results.jsonl").read_bytes().splitlines()]
+    assert {row["final_n"] for row in rows} == {5}
+    assert {row["_ng_rollout_id"] for row in rows} == ids
+    (failed,) = [msgspec.json.decode(line) for line in (tmp_path / "out/failures.jsonl").read_bytes().splitlines()]
+    assert (failed["failure_kind"], failed["stage"], failed["terminal"]) == ("agent_failed", "agent", False)
+    assert "the harness fell over" in failed["failure_reason"]
 
+
+@pytest.mark.promise("EP-18")
+async def test_an_older_environment_works_in_a_configuration_as_protocol_flat(tmp_path: Path) -> None:
+    endpoint, resources = strangers.StrangerEndpoint(), strangers.StrangerFlatResources()
+    with ExitStack() as stack:
+        urls = []
+        for stranger in (endpoint, resources):
+            running = strangers.Running(stranger.app())
+            stack.callback(running.stop)
+            urls.append(running.url)
+        configuration = read_configuration(
+            {
+                "servers": {
+                    "policy": {"role": "model", "engine": {"kind": "openai", "base_url": f"{urls[0]}/v1"}},
+                    "counter": {"role": "resources", "url": urls[1], "protocol": "flat"},
+                    "solver": {"role": "agent", "use": "tool_loop", "model": "policy"},
+                    "episode": {
+                        "role": "environment",
+                        "resources": "counter",
+                        "agent": "solver",
+                        "tools": ["direct_http"],
+                    },
+                },
+                "run": {"environment": "episode", "tasks": "tasks.jsonl", "out": str(tmp_path / "out")},
+            },
+            file="strangers.yaml",
+            directory=tmp_path,
+        )
+        (tmp_path / "tasks.jsonl").write_bytes(_line(TASK))
+        summary = await RunJob(configuration).collect()
+    assert summary.exit_status == 0, summary.message
+    assert summary.metrics.measures["reward"].rollouts.mean == 1.0
+
+
+def _line(value: dict[str, Any]) -> bytes:
     return msgspec.json.encode(value) + b"\n"

@@ -188,6 +188,7 @@ class Collector:
                     attempt,
                     environment=destination.name,
                     timeout_s=self.settings.request_timeout_s,
+                    agent_run=destination.agent_run,
                 )
             )
         except Stopped:

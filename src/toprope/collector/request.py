@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
 from toprope.canonical.json import NotJson, check_finite, dumps, loads
+from toprope.collector.agent_run import agent_body, verdict_of, wrong_identity
 from toprope.collector.schedule import Attempt
 from toprope.errors.body import read_error_body, shorten
 from toprope.errors.kinds import Delivery, Kind, Stage, is_kind
@@ -33,15 +34,22 @@ class Verdict:
     fields: dict[str, Any]
 
 
-async def send(peer: Peer, attempt: Attempt, *, environment: str, timeout_s: float | None) -> Verdict | FailureRecord:
-    """Run one episode. On return the server has answered, or it is known that it will not."""
+async def send(
+    peer: Peer, attempt: Attempt, *, environment: str, timeout_s: float | None, agent_run: bool = False
+) -> Verdict | FailureRecord:
+    """Run one episode. On return the server has answered, or it is known that it will not.
+
+    `agent_run`: the peer is an agent with a `/run` of its own.
+    """
+    body = agent_body(attempt) if agent_run else run_body(attempt)
     try:
         reply = await peer.request(
-            "POST", "/run", body=run_body(attempt), headers={"content-type": "application/json"}, timeout_s=timeout_s
+            "POST", "/run", body=body, headers={"content-type": "application/json"}, timeout_s=timeout_s
         )
-        return read_reply(reply, attempt, environment)
+        return read_agent_reply(reply, attempt) if agent_run else read_reply(reply, attempt, environment)
     except TransportError as error:
-        return _failed(error.kind, error.message, terminal=False, delivery=error.delivery)
+        stage = Stage.AGENT if agent_run else Stage.ADMISSION
+        return _failed(error.kind, error.message, terminal=False, delivery=error.delivery, stage=stage)
     except TopropeError as error:
         return _failed(error.kind, error.message, terminal=not error.retryable, delivery=Delivery.DELIVERED)
     except Exception as error:  # a bug of ours or of the client costs this row and is logged, never the run
@@ -59,12 +67,9 @@ def read_reply(reply: Reply, attempt: Attempt, environment: str) -> Verdict | Fa
     """What a reply to `/run` says."""
     if reply.status != 200:
         return _error_reply(reply)
-    try:
-        body = loads(reply.body)
-    except NotJson as error:
-        return _bad_reply(f"the reply to /run is not JSON: {_where_not_json(reply.body) or error}", reply.body)
-    if not isinstance(body, dict):
-        return _bad_reply(f"the reply to /run is {type(body).__name__}, not an object", reply.body)
+    body = _object(reply)
+    if isinstance(body, FailureRecord):
+        return body
     task_id = attempt.rollout.task.task_id
     expected = {
         "episode_id": {"rollout_id": attempt.rollout.rollout_id, "attempt": attempt.number},
@@ -81,6 +86,32 @@ def read_reply(reply: Reply, attempt: Attempt, environment: str) -> Verdict | Fa
     if not isinstance(result, dict):
         return _bad_reply(f"result is {type(result).__name__}, not an object", reply.body)
     return Verdict(result)
+
+
+def read_agent_reply(reply: Reply, attempt: Attempt) -> Verdict | FailureRecord:
+    """What a reply to an agent's own `/run` says: the verify response, flat."""
+    if reply.status != 200:
+        failure = _error_reply(reply)
+        if failure.kind != Kind.CAPACITY:  # one that was turned away at the door has not begun
+            kind = Kind.AGENT_FAILED if failure.kind == Kind.BAD_REPLY else failure.kind
+            stage = Stage.AGENT if failure.stage == Stage.ADMISSION else failure.stage
+            failure = replace(failure, kind=kind, stage=stage)
+        return failure
+    body = _object(reply)
+    if isinstance(body, FailureRecord):
+        return body
+    wrong = wrong_identity(body, attempt)
+    return Verdict(verdict_of(body)) if wrong is None else _bad_reply(wrong, b"")
+
+
+def _object(reply: Reply) -> dict[str, Any] | FailureRecord:
+    try:
+        body = loads(reply.body)
+    except NotJson as error:
+        return _bad_reply(f"the reply to /run is not JSON: {_where_not_json(reply.body) or error}", reply.body)
+    if not isinstance(body, dict):
+        return _bad_reply(f"the reply to /run is {type(body).__name__}, not an object", reply.body)
+    return body
 
 
 def _read_failure(value: Any, environment: str) -> FailureRecord:

@@ -101,7 +101,7 @@ class Destination:
     `name` is the environment's, `selected` whether its agent's tokens are captured, `weight` its share of the
     dispatches while several task sets still have tasks, `sampling` what is set in `responses_create_params` of every
     task (over what the task says). `read` is the `read` of the environment's protocol, where it is known: a task that
-    it refuses is bad input, and nothing runs.
+    it refuses is bad input, and nothing runs. `agent_run`: the peer is an agent, whose own `/run` runs the episode.
     """
 
     peer: Peer
@@ -110,6 +110,7 @@ class Destination:
     weight: float = 1.0
     sampling: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[Mapping[str, Any]], object] | None = None
+    agent_run: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:

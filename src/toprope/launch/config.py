@@ -105,8 +105,11 @@ def _check_server(configuration: Configuration, name: str, server: ServerConfig,
         )
     if isinstance(server, ModelConfig | ResourcesConfig) and server.workers > 1:
         raise ConfigError(f"{where.at('workers')}: {server.workers} is not supported yet; accepted: 1.")
-    if isinstance(server, ResourcesConfig) and server.protocol == "flat":
-        raise ConfigError(f"{where.at('protocol')}: 'flat' is not supported yet; accepted: typed.")
+    if isinstance(server, ResourcesConfig) and server.protocol == "flat" and server.url is None:
+        raise ConfigError(
+            f"{where.at('protocol')}: 'flat' is how an older server elsewhere (`url`) is driven, and this one is "
+            "started here; accepted: typed."
+        )
     if server.url is not None:
         _check_url(server.url, where.at("url"))
         for key in ("engine", "use"):
@@ -175,9 +178,7 @@ def _check_sampling(sampling: Mapping[str, Any], where: Where) -> None:
 
 def _check_run(configuration: Configuration, run: RunConfig, where: Where) -> None:
     if run.agent is not None:
-        raise ConfigError(
-            f"{where.at('agent')}: dispatch to an agent's own /run is not supported yet; accepted: `environment`."
-        )
+        _check_agent_run(configuration, run.agent, run, where)
     if isinstance(run.environment, str):
         _reference(configuration, run.environment, EnvironmentConfig, where.at("environment"))
     elif run.environment is not None:
@@ -191,6 +192,17 @@ def _check_run(configuration: Configuration, run: RunConfig, where: Where) -> No
         if source.generate is not None:
             place = where.at("tasks").at(index) if isinstance(run.tasks, list) else where.at("tasks")
             _reference(configuration, source.generate, ResourcesConfig, place.at("generate"))
+
+
+def _check_agent_run(configuration: Configuration, name: str, run: RunConfig, where: Where) -> None:
+    if run.environment:
+        raise ConfigError(f"{where.at('agent')}: stands beside `environment`; accepted: one of them.")
+    _reference(configuration, name, AgentConfig, where.at("agent"))
+    if configuration.servers[name].url is None:
+        raise ConfigError(
+            f"{where.at('agent')}: {name!r} is started here and has no /run of its own; accepted: an agent elsewhere "
+            "(`url`) that has one, or `environment`."
+        )
 
 
 def task_sources(run: RunConfig) -> list[TaskSource]:

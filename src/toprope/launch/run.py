@@ -30,6 +30,7 @@ from toprope.launch.tasks import gather_tasks
 from toprope.launch.workspace import Workspace, default_directory
 from toprope.launch.world import World
 from toprope.servers.environment.participant import SessionReport
+from toprope.servers.environment.turns import read_input
 
 _PLACES = frozenset({"url", "place", "host", "port", "api_key", "workers", "limits"})
 """Settings that say where a server runs and how much it takes; they may change between a run and its resumption."""
@@ -132,6 +133,7 @@ class RunJob:
             weight=known.weight,
             sampling=known.sampling,
             read=known.read,
+            agent_run=isinstance(self.configuration.servers[share.environment], AgentConfig),
         )
 
     async def _session_opened(self, report: SessionReport) -> None:
@@ -147,18 +149,20 @@ class RunJob:
 
 
 def require_run(configuration: Configuration) -> RunConfig:
-    """The `run` section. Raises `ConfigError` if there is none, or no environment in it."""
+    """The `run` section. Raises `ConfigError` if there is none, or neither environment nor agent in it."""
     where = Where(configuration.file).at("run")
     if configuration.run is None:
         raise ConfigError(f"{where}: this key is required to run; accepted: {{environment, tasks, ...}}.")
-    if not configuration.run.environment:
+    if not configuration.run.environment and configuration.run.agent is None:
         names = ", ".join(configuration.named(EnvironmentConfig)) or "none is configured"
         raise ConfigError(f"{where.at('environment')}: this key is required to run; accepted: {names}.")
     return configuration.run
 
 
 def shares(run: RunConfig) -> dict[str, EnvironmentShare]:
-    """Where each task set goes; `*` stands for every other one."""
+    """Where each task set goes, to an environment server or to an agent; `*` stands for every other one."""
+    if run.agent is not None:
+        return {"*": EnvironmentShare(environment=run.agent)}
     if isinstance(run.environment, str):
         return {"*": EnvironmentShare(environment=run.environment)}
     return {
@@ -170,6 +174,8 @@ def shares(run: RunConfig) -> dict[str, EnvironmentShare]:
 def route(configuration: Configuration, parts: Parts, key: str, share: EnvironmentShare) -> Route:
     """What the planner is told of a share of the run."""
     config = configuration.servers[share.environment]
+    if isinstance(config, AgentConfig):
+        return Route(key, configuration.captured(share.environment), share.weight, share.sampling, read_input)
     assert isinstance(config, EnvironmentConfig)
     selected = config.agent is not None and configuration.captured(config.agent)
     protocol = parts.protocols.get(share.environment)
@@ -204,6 +210,6 @@ def _longest_episode(configuration: Configuration) -> float:
     """A guard above every deadline that an environment server keeps itself, in seconds."""
     bounds: list[float] = [
         config.queue_timeout_s + config.episode_timeout_s + 2 * config.cleanup_timeout_s
-        for config in configuration.named(EnvironmentConfig).values()
+        for config in configuration.named(EnvironmentConfig).values() or [EnvironmentConfig()]
     ]
     return 60.0 + max(bounds)

@@ -90,7 +90,10 @@ class ResourcesConfig(_Server, frozen=True, kw_only=True):
     session_ttl_s: Annotated[PositiveSeconds, Meta(description="Seconds after which an unused session expires.")] = 900
     protocol: Annotated[
         Literal["typed", "flat"],
-        Meta(description="How a server elsewhere is driven. `flat` (older environments) is not there yet and refused."),
+        Meta(
+            description="How a server elsewhere is driven. `flat`: NeMo Gym's older environments, seeded with the flat "
+            "task and known by a cookie."
+        ),
     ] = "typed"
     workers: Annotated[Count, Meta(description="Worker processes. Only 1 is there yet.")] = 1
 
@@ -202,7 +205,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     agent: Annotated[
         str | None,
-        Meta(description="Dispatch to an agent's own `/run`. Not there yet and refused; use `environment`."),
+        Meta(
+            description="Instead of `environment`: an agent elsewhere (`url`) whose own `/run` runs the episode and "
+            "answers with the verify response."
+        ),
     ] = None
     tasks: Annotated[
         str | TaskSource | list[str | TaskSource] | None,

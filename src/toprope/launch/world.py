@@ -248,6 +248,7 @@ class World:
         assert config.resources is not None
         assert config.agent is not None
         agent = self.configuration.servers[config.agent]
+        resources = self.configuration.servers[config.resources]
         environment = self.parts.environments.get(config.resources)
         gradable = config.gradable_on_timeout
         if gradable is None:
@@ -260,6 +261,7 @@ class World:
             capture=self.configuration.captured(config.agent),
             tools=config.tools,
             tools_peer=self.reached_by(config.agent, config.resources),
+            resources_protocol=resources.protocol if isinstance(resources, ResourcesConfig) else "typed",
             gradable_on_timeout=gradable,
             close_reply=agent.close_reply if isinstance(agent, AgentConfig) else "required",
             max_concurrent_episodes=config.max_concurrent_episodes,

@@ -10,7 +10,7 @@ from reasoning_gym.factory import create_dataset
 from toprope.canonical import json
 from toprope.catalog.reasoning import ReasoningGym
 from toprope.errors.tree import ConfigError, ToolError
-from toprope.servers.environment.single_agent_turn import read_input
+from toprope.servers.environment.turns import read_input
 
 ADDITION = {
     "min_terms": 2,

@@ -36,6 +36,9 @@ class EpisodeProtocol:
 
     name = ""
 
+    models: tuple[str, ...] = ()
+    """The names of the model servers that the protocol itself calls; `episode.plan.models` has them."""
+
     def read(self, task_input: Mapping[str, Any]) -> Any:
         """The task's input in the protocol's own form. Raises `BadRequest` naming the field."""
         raise TypeError(f"{type(self).__name__} does not define read(task_input)")
@@ -49,6 +52,8 @@ class EnvironmentServer:
     """Runs episodes of `protocol` with one resources and one agent peer; `.app` is the ASGI app.
 
     `capture`: the agent is selected for token capture. `tools` are the grants given to the agent (none by default).
+    `resources_protocol` is `typed`, or `flat` for an older environment that knows a session by its cookie only.
+    `models` are the model servers that the protocol itself calls, by the names in its `models`.
     `tools_peer` is the resources server as the agent reaches it, where that is not as this server does (inline).
     `on_session` hears of each seed reply before the next step, `on_session_closed` of each answered close. Times are in
     seconds. Raises `ConfigError` for settings that leave the agent no time.
@@ -64,6 +69,8 @@ class EnvironmentServer:
         capture: bool = False,
         tools: Sequence[str] = (),
         tools_peer: Peer | None = None,
+        resources_protocol: str = "typed",
+        models: Mapping[str, Peer] | None = None,
         gradable_on_timeout: bool = False,
         close_reply: str = "required",
         max_concurrent_episodes: int | None = None,
@@ -82,6 +89,11 @@ class EnvironmentServer:
             raise ConfigError(f"tools: {list(tools)} given; accepted: each of {', '.join(TOOL_KINDS)} at most once")
         if close_reply not in ("required", "optional"):
             raise ConfigError(f"close_reply: {close_reply!r} given; accepted: required, optional")
+        if resources_protocol not in ("typed", "flat"):
+            raise ConfigError(f"protocol: {resources_protocol!r} given; accepted: typed, flat")
+        absent = [model for model in protocol.models if model not in (models or {})]
+        if absent:
+            raise ConfigError(f"{protocol.name}: no model server {absent[0]!r} is given; it is needed by this protocol")
         if max_concurrent_episodes is not None and max_concurrent_episodes < 1:
             raise ConfigError(f"max_concurrent_episodes: {max_concurrent_episodes} given; accepted: 1 or more")
         self.name = name
@@ -98,6 +110,8 @@ class EnvironmentServer:
             close_reply_optional=close_reply == "optional",
             on_session=self._report,
             on_closed=on_session_closed,
+            flat_resources=resources_protocol == "flat",
+            models=dict(models or {}),
         )
         self._slots = None if max_concurrent_episodes is None else asyncio.Semaphore(max_concurrent_episodes)
         self._queue_timeout_s = queue_timeout_s

@@ -14,7 +14,7 @@ import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from toprope.errors.kinds import Kind, Stage
@@ -22,8 +22,9 @@ from toprope.errors.tree import ConfigError, TopropeError
 from toprope.http.client import Peer
 from toprope.protocol.episode import Failure
 from toprope.protocol.ids import EpisodeId, TaskId
+from toprope.servers.environment.flat import FlatResources
 from toprope.servers.environment.judging import failure_of
-from toprope.servers.environment.participant import AGENT, RESOURCES, Participant, SessionReport, with_session
+from toprope.servers.environment.participant import AGENT, RESOURCES, Door, Participant, SessionReport, with_session
 
 log = logging.getLogger("toprope.episode")
 
@@ -76,6 +77,8 @@ class Plan:
     close_reply_optional: bool = False
     on_session: OnSession | None = None
     on_closed: OnSession | None = None
+    flat_resources: bool = False
+    models: Mapping[str, Peer] = field(default_factory=dict)
 
 
 class DeadlinePassed(TopropeError):
@@ -86,7 +89,11 @@ class DeadlinePassed(TopropeError):
 
 
 class Episode:
-    """The state of one `/run`. A protocol drives it; `failure` and `unwind` are the base's."""
+    """The state of one `/run`. A protocol drives it; `failure` and `unwind` are the base's.
+
+    `partial_response` is what the agent has said so far, as one Responses object; `earlier` are the items of its turns
+    before the one that runs, and `answering` says that one runs whose answer is not known.
+    """
 
     def __init__(self, plan: Plan, episode_id: EpisodeId, task_id: TaskId) -> None:
         self.plan = plan
@@ -94,6 +101,8 @@ class Episode:
         self.task_id = task_id
         self.stage = Stage.SEED
         self.partial_response: dict[str, Any] | None = None
+        self.earlier: list[dict[str, Any]] = []
+        self.answering = False
         self.env_session_id: str | None = None
         self.resources: Participant | None = None
         self.agent: Participant | None = None
@@ -145,12 +154,13 @@ class Episode:
 
     def mint_resources(self) -> Participant:
         """A resources session with its clean-up registered; nothing was sent yet."""
-        self.resources = self._mint(RESOURCES, self.plan.resources)
+        kind = FlatResources if self.plan.flat_resources else Participant
+        self.resources = self._mint(RESOURCES, self.plan.resources, kind)
         return self.resources
 
     def mint_agent(self) -> Participant:
         """An agent session with its clean-up registered; nothing was sent yet."""
-        self.agent = self._mint(AGENT, self.plan.agent)
+        self.agent = self._mint(AGENT, self.plan.agent, Participant)
         return self.agent
 
     async def report(self, participant: Participant, seeded: dict[str, Any]) -> None:
@@ -175,11 +185,19 @@ class Episode:
         except Exception:  # a diagnostic must not cost the episode
             log.exception("rollout %s: the session report could not be delivered", self.episode_id.key)
 
+    def answered(self, response: dict[str, Any]) -> None:
+        """The running turn has its answer: it ends the conversation so far."""
+        self.answering = False
+        self.partial_response = (
+            {**response, "output": [*self.earlier, *response["output"]]} if self.earlier else response
+        )
+
     def keep_partial(self, closed: Mapping[str, Any]) -> None:
         """Keep the partial response of an agent's close reply, unless the activation gave a whole one."""
         partial = closed.get("partial_response")
-        if self.partial_response is None and isinstance(partial, dict):
-            self.partial_response = {**partial, "status": "incomplete"}
+        if self.answering and isinstance(partial, dict):
+            output = partial.get("output")
+            self.answered({**partial, "output": output if isinstance(output, list) else [], "status": "incomplete"})
 
     def failure(self, error: BaseException) -> Failure:
         """The failure that `error` makes of this episode, with what is known of it."""
@@ -205,9 +223,9 @@ class Episode:
             if participant is self.agent:
                 self.keep_partial(closed)
 
-    def _mint(self, door: Any, peer: Peer) -> Participant:
+    def _mint(self, door: Door, peer: Peer, kind: type[Participant]) -> Participant:
         limits = self.plan.timeouts
-        participant = Participant(
+        participant = kind(
             door, peer, self.episode_id, lease_s=limits.episode_s + limits.cleanup_s, budget_s=limits.share_s
         )
         self._open.append(participant)

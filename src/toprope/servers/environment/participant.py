@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -104,19 +105,24 @@ class Participant:
         """
         what = f"close of the {self.door.role} session"
         body = {self.door.id_field: self.session_id, "episode_id": self._episode_id}
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        try:
-            async with asyncio.timeout(max(0.0, self._budget_s)):
-                headers = {CLOSE_TOKEN: self._token}
-                reply = await self._send(self.door.close_path, body, headers, DEDUPLICATED)
-            value = read_object(accepted(reply, stage, what), what)
-        finally:
-            self._budget_s -= loop.time() - began
+        async with self._within_budget():
+            reply = await self._send(self.door.close_path, body, {CLOSE_TOKEN: self._token}, DEDUPLICATED)
+        value = read_object(accepted(reply, stage, what), what)
         self.owes_close = False
         if value.get(self.door.id_field) != self.session_id:
             raise bad_reply(reply, what, f"has not {self.door.id_field} = {self.session_id!r}")
         return value
+
+    @asynccontextmanager
+    async def _within_budget(self) -> AsyncIterator[None]:
+        """Draw on what the closes may take. Raises `TimeoutError` when it is used up."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            async with asyncio.timeout(max(0.0, self._budget_s)):
+                yield
+        finally:
+            self._budget_s -= loop.time() - began
 
     async def close_quietly(self) -> dict[str, Any] | None:
         """Close if that is still owed. A failure is logged and kept in `close_failure`, never raised."""
@@ -128,12 +134,16 @@ class Participant:
             self.close_failure = getattr(error, "message", "no reply within the clean-up time")
             log.warning(
                 "rollout %s: %s session %s may be left open: %s",
-                self._episode_id.key,
+                self._key,
                 self.door.role,
                 self.session_id,
                 self.close_failure,
             )
             return None
+
+    @property
+    def _key(self) -> str:
+        return self._episode_id.key
 
     def tool_credentials(self) -> tuple[dict[str, str], dict[str, str]]:
         """Headers and cookies for a grant: with a token registered the session's name alone, which can call tools but
