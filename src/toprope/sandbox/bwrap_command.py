@@ -71,8 +71,9 @@ def search_path() -> str:
     return ":".join([*([f"{tree}/bin"] if tree else []), "/usr/local/bin", "/usr/bin", "/bin"])
 
 
-def bwrap_arguments(trees: Trees, *, temporary_bytes: int) -> list[str]:
+def bwrap_arguments(trees: Trees, *, temporary_bytes: int, hidden: Sequence[str] = ()) -> list[str]:
     """Everything that bubblewrap is told, without the program. Sources in `trees` are as bubblewrap can reach them."""
+    visible = ["/usr", *(f"/{name}" for name in _ROOTS), *(tree.rpartition("\0")[2] for tree in trees.read_only)]
     arguments = ["--unshare-user", "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net"]
     arguments += ["--unshare-cgroup-try", "--disable-userns", "--die-with-parent", "--as-pid-1"]
     arguments += ["--new-session"]
@@ -92,6 +93,10 @@ def bwrap_arguments(trees: Trees, *, temporary_bytes: int) -> list[str]:
     for tree in trees.read_only:
         source, _, target = tree.rpartition("\0")
         arguments += ["--ro-bind", source or target, target]
+    for tree in hidden:
+        place = os.path.realpath(tree)
+        if os.path.isdir(place) and any(f"{place}/".startswith(f"{each}/") for each in visible):
+            arguments += ["--size", "4096", "--tmpfs", place, "--remount-ro", place]
     for name in ("passwd", "group", "hosts", "nsswitch.conf"):
         arguments += ["--ro-bind", str(trees.inside / name), f"/etc/{name}"]
     arguments += ["--ro-bind", str(trees.inside), RUN, "--bind", str(trees.work), WORKDIR, "--chdir", WORKDIR]
