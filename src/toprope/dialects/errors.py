@@ -32,6 +32,20 @@ _OPENAI_CODE: dict[str, str] = {
 }
 
 
+_MESSAGES_TYPE = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
 def error_status(error: TopropeError) -> int:
     """The status to answer: a terminal engine error keeps the provider's, everything else has its own."""
     kept = error.upstream_status if isinstance(error, EngineError) and not error.retryable else None
@@ -62,3 +76,11 @@ def openai_error(error: TopropeError, status: int) -> dict[str, Any]:
         "code": _OPENAI_CODE.get(str(error.kind), str(error.kind)),
     }
     return {"error": {**typed, **shape}}
+
+
+def messages_error(error: TopropeError, status: int) -> dict[str, Any]:
+    """The body that Messages clients read: type and message, and our typed fields."""
+    typed = error_body(error)["error"]
+    fallback = "api_error" if status >= 500 else "invalid_request_error"
+    shape = {"type": _MESSAGES_TYPE.get(status, fallback), "message": typed["message"]}
+    return {"type": "error", "error": {**typed, **shape}, "request_id": None}

@@ -13,6 +13,7 @@ from toprope.dialects.deltas import Delta
 from toprope.dialects.emitted import StreamContradiction as StreamContradiction
 from toprope.dialects.pivot import PivotReply
 from toprope.dialects.stream_chat import ChatStream
+from toprope.dialects.stream_messages import MessagesStream
 from toprope.dialects.stream_responses import ResponsesStream
 from toprope.wire.responses import ResponsesRequest
 
@@ -55,4 +56,6 @@ def open_stream(
     """
     if dialect == "responses":
         return ResponsesStream(request, reply_id=reply_id, model=model, created=created)
+    if dialect == "messages":
+        return MessagesStream(reply_id=reply_id, model=model)
     return ChatStream(reply_id=reply_id, model=model, created=created, include_usage=include_usage)

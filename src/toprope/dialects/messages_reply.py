@@ -1,0 +1,141 @@
+"""What a Messages client gets: the message made from the pivot, counts of tokens, models, errors.
+
+A block's `input` is an object there: the argument string itself stays in the call's record, from where the next turn
+restores it (`messages_arguments`). Left to others: events (`stream_messages`).
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Any
+
+from toprope.canonical.json import NotJson, loads
+from toprope.dialects.chat_parts import plain_text, reasoning_text
+from toprope.dialects.pivot import PivotReply
+from toprope.wire.messages import Block, StopReason
+from toprope.wire.responses import FinishReason, Item, Usage
+
+RAW_ARGUMENTS = "raw_arguments"
+"""The one key of a tool input whose argument string is no JSON object: the string itself, for the tool to refuse."""
+
+_STOP: dict[FinishReason, StopReason] = {
+    "stop": "end_turn",
+    "length": "max_tokens",
+    "tool_calls": "tool_use",
+    "content_filter": "refusal",
+}
+_SIGNED = b"toprope:"
+
+
+def messages_reply(reply: PivotReply) -> dict[str, Any]:
+    """A complete message. `reply.tokens` stand beside its content for a caller that asked."""
+    return {
+        **reply.extra,
+        **message_begun(reply_id=reply.reply_id, model=reply.model),
+        "content": blocks_from_items(reply.output),
+        "stop_reason": stop_reason(reply),
+        "usage": messages_usage(reply.usage),
+        **(reply.tokens or {}),
+    }
+
+
+def message_begun(*, reply_id: str, model: str) -> dict[str, Any]:
+    """A message of which nothing was sampled yet. Its counts are 0 for now: clients demand integers there."""
+    return {
+        "id": f"msg_{reply_id}",
+        "type": "message",
+        "role": "assistant",
+        "model": model,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": messages_usage(Usage()),
+    }
+
+
+def blocks_from_items(output: Sequence[Item]) -> list[Block]:
+    """Output items as content blocks, in order. Text that says nothing makes no block: the API refuses empty ones."""
+    blocks: list[Block] = []
+    for item in output:
+        kind = item.get("type")
+        if kind == "reasoning":
+            blocks.extend(thought_blocks(item))
+        elif kind == "message" and (text := plain_text(item.get("content"))):
+            blocks.append({"type": "text", "text": text, "citations": None})
+        elif kind == "function_call":
+            blocks.append(tool_block(item, arguments_object(item.get("arguments"))))
+    return blocks
+
+
+def thought_blocks(item: Item) -> list[Block]:
+    """A reasoning item as a thinking block, or as a redacted one where only its sealed form is known; else none."""
+    text = reasoning_text(item)
+    if text:
+        return [{"type": "thinking", "thinking": text, "signature": signature_of(item)}]
+    if isinstance(item.get("encrypted_content"), str):
+        return [{"type": "redacted_thinking", "data": item["encrypted_content"]}]
+    return []
+
+
+def tool_block(item: Item, value: dict[str, Any]) -> Block:
+    """A call as a tool_use block."""
+    return {"type": "tool_use", "id": item.get("call_id"), "name": item.get("name") or "", "input": value}
+
+
+def arguments_object(arguments: Any) -> dict[str, Any]:
+    """The object that an argument string stands for; `""` is an empty one.
+
+    What is no JSON object (cut short, a list) stands whole under `RAW_ARGUMENTS`, so that the tool refuses it and the
+    model reads why.
+    """
+    text = arguments if isinstance(arguments, str) else ""
+    if not text.strip():
+        return {}
+    try:
+        value = loads(text)
+    except (NotJson, RecursionError):
+        return {RAW_ARGUMENTS: text}
+    return value if isinstance(value, dict) else {RAW_ARGUMENTS: text}
+
+
+def stop_reason(reply: PivotReply) -> StopReason:
+    """Why the message ended. A turn with calls that ended by itself waits for their results, whatever it was called."""
+    called = any(item.get("type") == "function_call" for item in reply.output)
+    return "tool_use" if called and reply.finish_reason == "stop" else _STOP[reply.finish_reason]
+
+
+def messages_usage(usage: Usage) -> dict[str, int]:
+    """Counts as integers, unknown ones 0. As in the API, tokens read from a cache are not among `input_tokens`."""
+    cached = usage.cached_tokens or 0
+    return {
+        "input_tokens": max((usage.input_tokens or 0) - cached, 0),
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": usage.output_tokens or 0,
+    }
+
+
+def signature_of(item: Item) -> str:
+    """The signature of a thinking block: one that a provider gave, else the item's own id, sealed.
+
+    Clients send it back (some drop a block without one), and it tells which thought of ours the block is.
+    """
+    given = item.get("signature")
+    return given if isinstance(given, str) and given else base64.b64encode(_SIGNED + str(item["id"]).encode()).decode()
+
+
+def signed_id(signature: Any) -> str | None:
+    """The item id that a signature of ours holds, None for any other."""
+    if not isinstance(signature, str):
+        return None
+    try:
+        data = base64.b64decode(signature, validate=True)
+        return data.removeprefix(_SIGNED).decode() or None if data.startswith(_SIGNED) else None
+    except ValueError:
+        return None
+
+
+def count_tokens_reply(input_tokens: int) -> dict[str, int]:
+    """The answer of `POST /v1/messages/count_tokens`."""
+    return {"input_tokens": input_tokens}
