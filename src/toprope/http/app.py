@@ -170,18 +170,19 @@ class ServerApp:
             log.error("%s: %s: the stream was cut", self.name, where, exc_info=error)
 
     async def _reply(self, request: Request, receive: Receive) -> tuple[Reply, bool]:
-        """The reply, and whether its route is detached."""
+        """The reply, and whether stop() lets the call run to the drain bound."""
         try:
             if request.path in HEALTH_PATHS and request.method in ("GET", "HEAD"):
                 return self._health(request.path), False
             self._admit(request)
             route = self._router.find(request)
             request._body = await read_body(receive, request.headers, self.limits.max_body_bytes)
-            detached = route.detached if isinstance(route.detached, bool) else route.detached(request)
-            if detached:
+            if _holds(route.detached, request):
                 label = f"{route.method} {route.path}"
                 return await self._calls.detached(lambda: self._answer(route, request), label), True
-            return await self._calls.attached(lambda: self._answer(route, request), receive), False
+            drained = _holds(route.drained, request)
+            answer = self._calls.attached(lambda: self._answer(route, request), receive, drained=drained)
+            return await answer, drained
         except TopropeError as error:  # a refusal of the kit, or the end of a call by stop()
             return reply_for(error, request, self._render, self.name), False
 
@@ -232,6 +233,10 @@ class ServerApp:
                     return
                 await send({"type": "lifespan.shutdown.complete"})
                 return
+
+
+def _holds(rule: bool | Callable[[Request], bool], request: Request) -> bool:
+    return rule if isinstance(rule, bool) else rule(request)
 
 
 def _same(given: str, key: bytes) -> bool:

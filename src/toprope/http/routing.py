@@ -22,12 +22,14 @@ class Route:
     """One method and path (`/sessions/{id}`, `{n:int}`, `{rest:path}`) and its handler.
 
     `detached`: the handler runs to its end also when the client leaves; a callable decides it for each request.
+    `drained`: the client's leaving cancels the handler, but stop() lets it run to the drain bound; likewise.
     """
 
     method: str
     path: str
     handler: Handler
     detached: bool | Callable[[Request], bool] = False
+    drained: bool | Callable[[Request], bool] = False
 
 
 @dataclass(frozen=True, slots=True)
