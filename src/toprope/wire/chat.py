@@ -144,6 +144,11 @@ def _read_leniently(data: bytes, keep_logprobs: bool) -> ChatReply:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise BadChatReply(f"not JSON: {error}") from error
+    return read_chat_object(body, keep_logprobs=keep_logprobs)
+
+
+def read_chat_object(body: Any, *, keep_logprobs: bool = False) -> ChatReply:
+    """`read_chat_reply` for a completion that is parsed already, as one put together from a stream is."""
     choices = body.get("choices") if isinstance(body, dict) else None
     if not isinstance(choices, list):
         raise BadChatReply("an object with `choices` is expected")
