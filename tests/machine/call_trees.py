@@ -127,7 +127,7 @@ class World:
             chain_hash=choice.prompt_hash.extend(gen).hexdigest(),
             **about,
         )
-        self.history.add(entry, choice.marks)
+        self.history.add(entry, choice.asked)
         if choice.suffix_start and self.dice.random() < 0.4:
             entry = replace(entry, prompt_token_ids=prompt[choice.suffix_start :], prompt_is_delta=True)
         self.entries.append(entry)

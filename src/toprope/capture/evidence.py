@@ -12,8 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from toprope.tokens.asked import Asked
 from toprope.tokens.entry import BadRecord, TokenEntry, WeightSpan, as_ids, as_log_probs
 from toprope.tokens.hashing import ChainHash
+from toprope.tokens.items import item_digests
 from toprope.tokens.lineage import ParentChoice
 from toprope.tokens.sampled import SampledTokens
 from toprope.tokens.snapshot import INCOMPLETE_REASONS
@@ -25,7 +27,8 @@ class CallEvidence:
 
     `request_items` and `output_items` are Responses items, the latter without token arrays. `tokens` may be anything
     an engine gave, `token_fault` says why they are missing or not to be trusted, `usage_output_tokens` is the engine's
-    own count (None: unknown). `client_gone`: nobody may have read the reply. `reply` is what else the reply needs when
+    own count (None: unknown). `client_gone`: nobody may have read the reply. `asked`: the marks of `request_items`, from
+    whoever has them; the items are not looked at then. `reply` is what else the reply needs when
     it is given once more from the record. The arrays of `tokens` become read-only.
     """
 
@@ -48,6 +51,11 @@ class CallEvidence:
     routed_experts: Any = None
     weight_versions: tuple[WeightSpan, ...] = ()
     reply: Mapping[str, Any] = field(default_factory=dict)
+    asked: Asked | None = None
+
+    def marks(self) -> tuple[str, ...]:
+        """The marks of all model-authored items of the request."""
+        return self.asked.all() if self.asked is not None else item_digests(self.request_items)
 
 
 def judged(call: CallEvidence) -> SampledTokens:

@@ -37,11 +37,12 @@ from toprope.capture.protocols import (
     TokenSink,
 )
 from toprope.errors.tree import CaptureClosed, CaptureError, ConfigError
+from toprope.tokens.asked import Asked
 from toprope.tokens.entry import BadRecord, TokenEntry
 from toprope.tokens.hashing import ChainHash
 from toprope.tokens.items import item_digests
 from toprope.tokens.lifecycle import typed_reason
-from toprope.tokens.lineage import DEFERRED, LineageHistory, ParentChoice, decide
+from toprope.tokens.lineage import DEFERRED, LineageHistory, ParentChoice, decide_asked
 from toprope.tokens.sampled import SampledTokens
 
 log = logging.getLogger(__name__)
@@ -156,14 +157,21 @@ class Recorder:
         await self._whatever_happens(self._record(call))
 
     async def abort(
-        self, key: str, call_id: str, reason: str, *, request_items: Sequence[Mapping[str, Any]] = ()
+        self,
+        key: str,
+        call_id: str,
+        reason: str,
+        *,
+        request_items: Sequence[Mapping[str, Any]] = (),
+        asked: Asked | None = None,
     ) -> None:
         """On return the intent is closed where the sink can do that; else it stays dangling and masks the rollout.
 
-        `request_items` keep a first call that begins with shown model turns trainable after a clean retry. Raises
-        nothing; goes on when its caller is cancelled.
+        `request_items`, or their marks `asked`, keep a first call that begins with shown model turns trainable after a
+        clean retry. Raises nothing; goes on when its caller is cancelled.
         """
-        await self._whatever_happens(self._abort(key, call_id, reason, item_digests(request_items)))
+        marks = asked.all() if asked is not None else item_digests(request_items)
+        await self._whatever_happens(self._abort(key, call_id, reason, marks))
 
     async def incomplete(self, key: str, call_id: str, reason: str) -> None:
         """On return the loss is durable; `reason` is a typed reason, a detail after a colon. Raises as `record`."""
@@ -176,6 +184,11 @@ class Recorder:
     async def recorded(self, key: str, since: int = 0) -> tuple[TokenEntry, ...]:
         """The durable entries of `key` after the first `since`; nothing where they cannot be read."""
         return await self._reader.open_entries(key, since) if self._reader is not None else ()
+
+    @property
+    def readable(self) -> bool:
+        """Whether `recorded` tells anything."""
+        return self._reader is not None
 
     def shares(self, key: str) -> bool:
         """Whether another process wrote to `key`, as far as the last `begin` or `record` of it could tell."""
@@ -202,7 +215,7 @@ class Recorder:
             tokens = judged(call)
             entry = await self._decided(call, tokens)
         except BadRecord as fault:
-            self._note_unrecorded(call.key, item_digests(call.request_items))
+            self._note_unrecorded(call.key, call.marks())
             await self._lose(call.key, call.call_id, fault.reason, str(fault))
             return
         except Exception as error:  # a fault of ours must not fail the agent's call
@@ -245,23 +258,23 @@ class Recorder:
                 log.exception("capture: %s: recorded calls could not be read", call.key)
                 return self._deferred(call, tokens)
         # From here to the end nothing is awaited: a parallel call sees either none of this or all.
-        choice = decide(rollout.history, call.request_items, tokens.prompt_token_ids)
+        asked = call.asked if call.asked is not None else rollout.history.asked_by(call.request_items)
+        choice = decide_asked(rollout.history, asked, tokens.prompt_token_ids)
         chain = choice.prompt_hash.extend(tokens.generation_token_ids)
         entry = record_of(call, rollout.laid_out(call.call_id, choice, tokens), choice, chain, self._clock())
-        rollout.history.add(entry, choice.marks, chain=chain)
+        rollout.history.add(entry, choice.asked, chain=chain)
         self._grow(
             call.key, rollout, len(tokens.prompt_token_ids) - choice.suffix_start + len(entry.generation_log_probs)
         )
         return entry
 
     def _deferred(self, call: CallEvidence, tokens: SampledTokens) -> TokenEntry:
-        marks = item_digests(call.request_items)
         choice = ParentChoice(
             decision="unresolved",
             parent_call_id=None,
             reason=DEFERRED,
             prompt_hash=ChainHash.of(tokens.prompt_token_ids),
-            item_digests=marks,
+            item_digests=call.marks(),
         )
         chain = choice.prompt_hash.extend(tokens.generation_token_ids)
         return record_of(call, tokens, choice, chain, self._clock())

@@ -20,6 +20,7 @@ from typing import Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
+from toprope.tokens.asked import Asked
 from toprope.tokens.entry import ParentDecision, TokenEntry, as_ids
 from toprope.tokens.hashing import BLOCK_IDS, ChainHash, Ids, common_prefix
 from toprope.tokens.items import CountedMarks, content_of, item_digests
@@ -45,7 +46,7 @@ class ParentChoice:
     whose ids the prompt leaves and the first differing position. `prompt_hash` is the chain hash state of the whole
     prompt, made from the parent's: `prompt_hash.extend(generation).hexdigest()` is the entry's `chain_hash`, and
     `suffix_start` where a delta prompt begins (0 without a parent). `item_digests` is what the entry stores: the marks
-    of the request that its parent does not account for.
+    of the request that its parent does not account for. `asked` are all of them, for `LineageHistory.add`.
     """
 
     decision: ParentDecision
@@ -54,18 +55,15 @@ class ParentChoice:
     prompt_hash: ChainHash
     suffix_start: int = 0
     item_digests: tuple[str, ...] = ()
-    marks: tuple[str, ...] = ()
+    asked: Asked | None = None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Request:
-    """A recent request and the call that it became. It began with the `before` marks of `continues`' request."""
+    """A recent request: the next one of its conversation begins with the same items."""
 
     items: tuple[Mapping[str, Any], ...]
-    marks: tuple[str, ...]
-    continues: _Node | None
-    before: int
-    node: _Node | None = None
+    asked: Asked
 
 
 @dataclass(slots=True)
@@ -80,6 +78,7 @@ class _Node:
     parent: _Node | None
     own_marks: tuple[str, ...]
     own_output: tuple[str, ...]
+    asked: Asked | None
     seen: CountedMarks | None = None
 
 
@@ -136,32 +135,30 @@ class LineageHistory:
     def __contains__(self, call_id: object) -> bool:
         return call_id in self._nodes
 
-    def add(
-        self, entry: TokenEntry, request_digests: Sequence[str] | None = None, *, chain: ChainHash | None = None
-    ) -> None:
+    def add(self, entry: TokenEntry, asked: Asked | None = None, *, chain: ChainHash | None = None) -> None:
         """Index one recorded call; `entry` has its whole prompt. A call id that is there already changes nothing.
 
-        `request_digests` are the marks of its request, best the very tuple of `ParentChoice.marks`. Without them the
-        entry's own `item_digests` serve, which is enough to rebuild a history after a restart. `chain` is the state of
-        the entry's chain hash, if it is at hand. Raises `ValueError` for a delta prompt.
+        `asked` is `ParentChoice.asked`. Without it the entry's own `item_digests` serve, which is enough to rebuild a
+        history after a restart. `chain` is the state of the entry's chain hash, from whoever made it of the
+        `ParentChoice` of this history: the parent's ids were compared then and are not compared again. Raises
+        `ValueError` for a delta prompt.
         """
         if entry.prompt_is_delta:
             raise ValueError(f"call {entry.model_call_id}: lineage needs the whole prompt, not a delta")
         if entry.model_call_id in self._nodes:
             return
         parent = self._nodes.get(entry.parent_call_id or "") if entry.parent_decision == "resolved" else None
-        asked = entry.item_digests
-        if not asked and parent is None and request_digests is not None:
-            asked = tuple(request_digests)
+        said = entry.item_digests
+        if not said and parent is None and asked is not None:
+            said = asked.all()
         wrote = item_digests(entry.output_items)
-        new = parent_seen(parent).missing(asked) if parent is not None and asked else asked
+        new = parent_seen(parent).missing(said) if parent is not None and said else said
         if entry.parent_decision == "root":
-            self._root_requests.add(asked)
-        self._contents.update(content_of(mark) for mark in (*asked, *wrote))
+            self._root_requests.add(said)
+        self._contents.update(content_of(mark) for mark in (*said, *wrote))
         prompt, generated = entry.prompt_token_ids, entry.generation_token_ids
-        request = next((each for each in self._recent if each.marks is request_digests), None)
         # `decide` compared the ids of the parent that it found; a claim from elsewhere is compared here.
-        after = parent if request is not None or self._is_begun_by(prompt, parent) else None
+        after = parent if chain is not None or self._is_begun_by(prompt, parent) else None
         if chain is None:
             chain = self.prompt_hash(after, prompt).extend(generated)
         node = _Node(
@@ -173,10 +170,9 @@ class LineageHistory:
             parent=parent,
             own_marks=(*new, *wrote),
             own_output=wrote,
+            asked=asked,
         )
         self._nodes[node.call_id] = node
-        if request is not None:
-            request.node = node
         if len(generated) == 0:
             return  # structural: never anybody's parent
         added = np.concatenate([prompt[after.cum_len if after is not None else 0 :], generated])
@@ -224,29 +220,28 @@ class LineageHistory:
         """Whether the content of every mark was seen in some recorded call of this rollout."""
         return all(content_of(mark) in self._contents for mark in asked)
 
-    def marks_of(self, items: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-        """`item_digests(items)`; what a recent request began with is not digested again."""
+    def asked_by(self, items: Sequence[Mapping[str, Any]]) -> Asked:
+        """The marks of a request with these items; what a recent one began with is not digested again."""
         request = tuple(items)
-        known = _Request((), (), None, 0)
+        known = _Request((), Asked())
         for each in sorted(self._recent, key=lambda recent: len(recent.items), reverse=True):
             size = len(each.items)
             # The last item first: it tells most conversations apart without a look at what they begin with.
             if size and size <= len(request) and request[size - 1] == each.items[-1] and request[:size] == each.items:
                 known = each
                 break
-        marks = known.marks + item_digests(request[len(known.items) :])
+        asked = known.asked.extended(item_digests(request[len(known.items) :]))
         others = [each for each in self._recent if each is not known]
-        self._recent = [*others[1 - _RECENT_REQUESTS :], _Request(request, marks, known.node, len(known.marks))]
-        return marks
+        self._recent = [*others[1 - _RECENT_REQUESTS :], _Request(request, asked)]
+        return asked
 
-    def accounts_for(self, node: _Node, asked: tuple[str, ...]) -> bool:
+    def accounts_for(self, node: _Node, asked: Asked) -> bool:
         """Whether every mark of a request stands in the request or output of `node` or of the calls before it."""
-        for request in self._recent:
-            # What the parent's own request held is accounted for already; left is what was added to it.
-            known = request.marks is asked and request.continues is node
-            if known and not CountedMarks(node.own_output).missing(asked[request.before :]):
-                return True
-        return not parent_seen(node).missing(asked)
+        # What the parent's own request held is accounted for already; left is what was added to it.
+        added = asked.since(node.asked) if node.asked is not None else None
+        if added is not None and not CountedMarks(node.own_output).missing(added):
+            return True
+        return not parent_seen(node).missing(asked.all())
 
     def prompt_hash(self, parent: _Node | None, prompt: NDArray[np.uint32]) -> ChainHash:
         """The chain hash state of `prompt`, which begins with `parent`'s ids if there is one."""
@@ -323,18 +318,18 @@ def decide(
     request of a recorded root. `resolved`: one recorded call with a generation is the longest prefix (or several that
     are interchangeable: the smallest id) and accounts for every model-authored item. Else `unresolved`.
     """
-    return decide_marks(history, history.marks_of(request_items), as_ids(prompt_ids, "prompt_token_ids"))
+    return decide_asked(history, history.asked_by(request_items), as_ids(prompt_ids, "prompt_token_ids"))
 
 
-def decide_marks(history: LineageHistory, asked: tuple[str, ...], prompt: NDArray[np.uint32]) -> ParentChoice:
-    """`decide` for a request whose marks (`item_digests`) are known already."""
-    if len(history) == 0 and history.first_request_is_accounted_for(asked):
+def decide_asked(history: LineageHistory, asked: Asked, prompt: NDArray[np.uint32]) -> ParentChoice:
+    """`decide` for a request whose marks are known already."""
+    if len(history) == 0 and history.first_request_is_accounted_for(asked.all()):
         return _orphan(history, prompt, "root", FIRST_CALL, asked)
     found = history.candidates(prompt)
     if not found:
-        if len(history) > 0 and history.begins_a_conversation(asked):
+        if len(history) > 0 and history.begins_a_conversation(asked.all()):
             return _orphan(history, prompt, "root", CONTINUES_NOTHING, asked)
-        if len(history) > 0 and history.all_recorded(asked):
+        if len(history) > 0 and history.all_recorded(asked.all()):
             call, position = history.first_difference(prompt)
             where = f":{call}@{position}" if call is not None else f":@{position}"
             return _orphan(history, prompt, "unresolved", HISTORY_REWRITTEN + where, asked)
@@ -351,7 +346,7 @@ def decide_marks(history: LineageHistory, asked: tuple[str, ...], prompt: NDArra
         reason=INTERCHANGEABLE if len(found) > 1 else LONGEST_PREFIX,
         prompt_hash=history.prompt_hash(parent, prompt),
         suffix_start=parent.cum_len,
-        marks=asked,
+        asked=asked,
     )
 
 
@@ -367,7 +362,7 @@ def decide_deferred(entries: Iterable[TokenEntry]) -> tuple[TokenEntry, ...]:
     history, decided = LineageHistory(), {}
     for entry in sorted(held, key=lambda each: (each.created_at, each.model_call_id)):
         if _is_deferred(entry):
-            choice = decide_marks(history, entry.item_digests, entry.prompt_token_ids)
+            choice = decide_asked(history, Asked(entry.item_digests), entry.prompt_token_ids)
             decided[entry.model_call_id] = replace(
                 entry,
                 parent_decision=choice.decision,
@@ -388,6 +383,6 @@ def _orphan(
     prompt: NDArray[np.uint32],
     decision: ParentDecision,
     reason: str,
-    asked: tuple[str, ...],
+    asked: Asked,
 ) -> ParentChoice:
-    return ParentChoice(decision, None, reason, history.prompt_hash(None, prompt), 0, asked, asked)
+    return ParentChoice(decision, None, reason, history.prompt_hash(None, prompt), 0, asked.all(), asked)

@@ -52,7 +52,7 @@ def recorded(calls: list[Call]) -> list[TokenEntry]:
                 chain_hash=choice.prompt_hash.extend(call.gen).hexdigest(),
             )
         )
-        history.add(entries[-1], choice.marks)
+        history.add(entries[-1], choice.asked)
     return entries
 
 

@@ -46,7 +46,7 @@ def record(
 ) -> ParentChoice:
     """What the recorder does: decide, then index the entry made from the decision."""
     choice = decide(history, request, prompt)
-    history.add(entry_of(call_id, prompt, gen, output, choice), item_digests(request))
+    history.add(entry_of(call_id, prompt, gen, output, choice), choice.asked)
     return choice
 
 
@@ -169,7 +169,7 @@ def test_a_history_rebuilt_from_its_records_decides_the_same() -> None:
     for at in range(6):
         choice = decide(first, items, prompt)
         call = entry_of(f"c{at}", prompt, [50 + at], [item(f"f:id{at}:add")], choice)
-        first.add(call, choice.marks)
+        first.add(call, choice.asked)
         entries.append(call)
         items = [*items, item(f"f:id{at}:add"), item(f"o:id{at}:ok")]
         prompt = [*prompt, 50 + at, 7]
