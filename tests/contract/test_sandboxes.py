@@ -11,13 +11,13 @@ from tests.unit.sandbox.docker_engine import running_engine
 
 from toprope.sandbox.bubblewrap import Bubblewrap
 from toprope.sandbox.docker import Docker
+from toprope.sandbox.plain import PlainDirectory
 from toprope.sandbox.provider import SandboxProvider
-from toprope.testing.local_sandbox import LocalSandboxes
 from toprope.testing.sandbox_suite import CHECKS, HELD, Check
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="the program bwrap is not installed")
 KINDS = [
-    "local",
+    "directory",
     pytest.param("bubblewrap", marks=needs_bwrap),
     pytest.param("bubblewrap-watched", marks=needs_bwrap),
     pytest.param("docker", marks=needs_bwrap),  # the engine's stand-in runs its containers by bubblewrap
@@ -31,8 +31,8 @@ async def provider(
     monkeypatch.setenv("TOPROPE_SECRET_OF_THE_HOST", "hunter2")
     leases = tmp_path / "leases"
     match request.param:
-        case "local":
-            yield LocalSandboxes(leases)
+        case "directory":
+            yield PlainDirectory(leases)
         case "docker":
             async with running_engine(tmp_path / "engine") as engine:
                 yield Docker(leases, engine=engine.url, image="image:1")

@@ -16,13 +16,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from toprope.errors.tree import ConfigError, Forbidden
+from toprope.errors.tree import ConfigError
 from toprope.sandbox import bwrap_command as commands
 from toprope.sandbox import cgroups, inside
-from toprope.sandbox.bwrap_handles import BorrowedBubblewrap, BubblewrapSandbox, Host, group_name
+from toprope.sandbox.bwrap_handles import BorrowedBubblewrap, BubblewrapSandbox, Host
 from toprope.sandbox.execute import WATCH_S
 from toprope.sandbox.gate import check_url
-from toprope.sandbox.leases import Lease, LeaseDirectory, LeaseHome
+from toprope.sandbox.handles import free_groups, group_name
+from toprope.sandbox.leases import Lease, LeaseDirectory, LeaseHome, read_descriptor
 from toprope.sandbox.spec import WORKDIR, Aspect, Enforcement, Report, SandboxSpec, SandboxUnavailable
 
 _FILES = {
@@ -43,11 +44,18 @@ class Bubblewrap:
     alone also where they could be used. `bwrap`: the program.
     """
 
-    name = "bubblewrap"
+    kind = "bubblewrap"
 
     def __init__(
-        self, lease_dir: Path, *, host_user: int = 65534, control_groups: bool = True, bwrap: str = "bwrap"
+        self,
+        lease_dir: Path,
+        *,
+        name: str = "bubblewrap",
+        host_user: int = 65534,
+        control_groups: bool = True,
+        bwrap: str = "bwrap",
     ) -> None:
+        self.name = name
         if host_user < 1:
             raise ConfigError(f"sandbox host_user: {host_user} is not an ordinary user; give an id above 0")
         self._leases = LeaseDirectory(lease_dir)
@@ -69,15 +77,11 @@ class Bubblewrap:
 
     async def attach(self, descriptor: Mapping[str, Any]) -> BorrowedBubblewrap:
         """See `SandboxProvider.attach`."""
-        sandbox_id, token = descriptor.get("sandbox_id"), descriptor.get("token")
-        if not isinstance(sandbox_id, str) or not isinstance(token, str):
-            raise Forbidden("sandbox descriptor: expected sandbox_id and token, two strings")
+        sandbox_id, token = read_descriptor(descriptor)
         host = await self._host()
-        home = await asyncio.to_thread(self._leases.find, sandbox_id)
-        if home.lease.provider != self.name:
-            raise Forbidden(f"sandbox {sandbox_id} was made by {home.lease.provider!r}, not by {self.name!r}")
-        home.check(token)
-        return BorrowedBubblewrap(host, home)
+        return BorrowedBubblewrap(
+            host, await asyncio.to_thread(self._leases.borrow, sandbox_id, token, self.name, self.kind)
+        )
 
     async def reap(self) -> tuple[str, ...]:
         """See `SandboxProvider.reap`."""
@@ -87,10 +91,13 @@ class Bubblewrap:
         for tree in spec.read_only:
             if not os.path.isdir(tree):
                 raise ConfigError(f"sandbox read_only: {tree} is no directory of this host")
-        self._leases.reap_if_due(self.name, _free)
+        self._leases.reap_if_due(self.kind, _free)
         parents = host.groups.parents if isinstance(host.groups, cgroups.Place) else ()
         home, token = self._leases.open(
-            self.name, spec, lambda sandbox_id: {"cgroups": [str(path / group_name(sandbox_id)) for path in parents]}
+            self.name,
+            self.kind,
+            spec,
+            lambda sandbox_id: {"cgroups": [str(path / group_name(sandbox_id)) for path in parents]},
         )
         try:
             texts = {"inside.py": Path(inside.__file__).read_text("utf-8"), **_FILES}
@@ -126,11 +133,11 @@ class Bubblewrap:
     async def _probe(self) -> tuple[Host | None, Report]:
         groups: cgroups.Place | str = "switched off by the configuration"
         if self._want_groups:
-            groups = await asyncio.to_thread(_find_groups)
+            groups = await asyncio.to_thread(find_groups)
         programs = _programs(self._bwrap, root=self._user is not None)
         if isinstance(programs, str):
             return None, _report(groups, programs, self._user)
-        host = Host(self.name, programs, groups, self._user)
+        host = Host(programs, groups, self._user)
         failure: str | None = None
         try:
             trial = await asyncio.to_thread(self._make, SandboxSpec(lease_s=2 * PROBE_S), host)
@@ -155,16 +162,15 @@ def _programs(bwrap: str, *, root: bool) -> commands.Programs | str:
 
 def reap(lease_dir: Path) -> tuple[str, ...]:
     """End every bubblewrap sandbox below `lease_dir` whose owner is dead or whose lease is over; their ids. Blocks."""
-    return LeaseDirectory(lease_dir).reap(Bubblewrap.name, _free)
+    return LeaseDirectory(lease_dir).reap(Bubblewrap.kind, _free)
 
 
 def _free(lease: Lease) -> None:
-    for path in lease.resources.get("cgroups", ()):
-        if Path(path).name == group_name(lease.sandbox_id):
-            cgroups.remove(Path(path))
+    free_groups(lease.resources, lease.sandbox_id)
 
 
-def _find_groups() -> cgroups.Place | str:
+def find_groups() -> cgroups.Place | str:
+    """Where control groups can be made here, or why none can. Blocks."""
     try:
         return cgroups.find(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     except OSError as error:

@@ -27,7 +27,7 @@ RUN = "/run/toprope"
 
 USER = 1000
 
-_JOIN = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 125; shift; done; shift; exec "$@"'
+JOIN = 'while [ "$1" != -- ]; do echo 0 >"$1" || exit 125; shift; done; shift; exec "$@"'
 _STAGE = """set -e
 place=$1; shift
 mount -t tmpfs -o mode=0755,size=64k toprope "$place"
@@ -129,7 +129,7 @@ def start_command(
     bwrap: Sequence[str],
 ) -> list[str]:
     """The whole chain. `bwrap` is what follows its name; `stage` and `host_user` are given by root only."""
-    command = ["/bin/sh", "-c", _JOIN, "sandbox", *map(str, joins), "--"]
+    command = ["/bin/sh", "-c", JOIN, "sandbox", *map(str, joins), "--"]
     if stage is not None:
         command += [programs.unshare or "unshare", "--mount", "--propagation", "private", "--"]
         command += ["/bin/sh", "-c", _STAGE, "sandbox", stage[0], *stage[1], "--"]

@@ -22,14 +22,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from toprope.errors.tree import ConfigError, Forbidden
+from toprope.errors.tree import ConfigError
 from toprope.protocol.grants import DirectSandbox, SandboxAccess
 from toprope.sandbox import docker_files, inside
 from toprope.sandbox.docker_exec import Exec
 from toprope.sandbox.execute import WATCH_S
-from toprope.sandbox.gate import INSIDE_PORT, Gate, check_url, inside_url, url_of_run
-from toprope.sandbox.leases import Lease, LeaseDirectory, LeaseHome
+from toprope.sandbox.gate import INSIDE_PORT, Gate, GateKeys, allowed_url, check_url, inside_url
+from toprope.sandbox.leases import Lease, LeaseDirectory, LeaseHome, read_descriptor
 from toprope.sandbox.provider import KEEP_BYTES, MAX_FILE_BYTES
+from toprope.sandbox.runs import Runs
 from toprope.sandbox.spec import (
     WORKDIR,
     Aspect,
@@ -55,11 +56,18 @@ class Docker:
     runs with a model URL. It is not pulled. `user`: `uid:gid` inside.
     """
 
-    name = "docker"
+    kind = "docker"
 
     def __init__(
-        self, lease_dir: Path, *, engine: str | None = None, image: str | None = None, user: str = "1000:1000"
+        self,
+        lease_dir: Path,
+        *,
+        name: str = "docker",
+        engine: str | None = None,
+        image: str | None = None,
+        user: str = "1000:1000",
     ) -> None:
+        self.name = name
         self._leases = LeaseDirectory(lease_dir)
         self._engine = engine
         self._image = image
@@ -102,23 +110,24 @@ class Docker:
 
     async def attach(self, descriptor: Mapping[str, Any]) -> BorrowedDocker:
         """See `SandboxProvider.attach`."""
-        sandbox_id, token = descriptor.get("sandbox_id"), descriptor.get("token")
-        if not isinstance(sandbox_id, str) or not isinstance(token, str):
-            raise Forbidden("sandbox descriptor: expected sandbox_id and token, two strings")
-        home = await asyncio.to_thread(self._leases.find, sandbox_id)
-        if home.lease.provider != self.name:
-            raise Forbidden(f"sandbox {sandbox_id} was made by {home.lease.provider!r}, not by {self.name!r}")
-        home.check(token)
+        sandbox_id, token = read_descriptor(descriptor)
+        home = await asyncio.to_thread(self._leases.borrow, sandbox_id, token, self.name, self.kind)
         return BorrowedDocker(await asyncio.to_thread(self._client), self._user, home)
 
     async def reap(self) -> tuple[str, ...]:
         """See `SandboxProvider.reap`."""
-        return await asyncio.to_thread(self._leases.reap, self.name, self._free)
+        return await asyncio.to_thread(self._leases.reap, self.kind, self._free)
 
     def _make(self, spec: SandboxSpec, image: str) -> DockerSandbox:
         client = self._client()
-        self._leases.reap_if_due(self.name, self._free)
-        home, token = self._leases.open(self.name, spec, lambda sandbox_id: {"containers": [f"toprope-{sandbox_id}"]})
+        self._leases.reap_if_due(self.kind, self._free)
+        engine = [self._engine] if self._engine else []
+        home, token = self._leases.open(
+            self.name,
+            self.kind,
+            spec,
+            lambda sandbox_id: {"containers": [f"toprope-{sandbox_id}"], "engine": engine},
+        )
         try:
             (home.inside / "inside.py").write_text(Path(inside.__file__).read_text("utf-8"))
             (home.inside / "inside.py").chmod(0o644)
@@ -196,8 +205,7 @@ class BorrowedDocker:
         self._home = home
         self._spec = home.lease.spec
         self._container = home.lease.resources["containers"][0]
-        self._running: set[Exec] = set()
-        self._let_go = False
+        self._runs = Runs(self.sandbox_id, home.end_reason)
 
     @property
     def sandbox_id(self) -> str:
@@ -213,16 +221,21 @@ class BorrowedDocker:
         """See `BorrowedSandbox.inside_url`."""
         return inside_url(model_url)
 
+    def gate(self, model_url: str, *, keys: GateKeys | None = None) -> Gate:
+        """See `BorrowedSandbox.gate`."""
+        url = allowed_url(self.sandbox_id, self._spec, model_url)
+        return Gate(url, self._home.inside / f"{os.urandom(4).hex()}.sock", keys=keys)
+
     async def write_file(self, path: str, data: bytes, *, executable: bool = False) -> None:
         """See `BorrowedSandbox.write_file`."""
-        self._alive()
+        self._runs.require()
         await asyncio.to_thread(
             docker_files.write, self._api, self._container, path, data, user=self._user, executable=executable
         )
 
     async def read_file(self, path: str, *, limit: int = MAX_FILE_BYTES) -> bytes:
         """See `BorrowedSandbox.read_file`."""
-        self._alive()
+        self._runs.require()
         return await asyncio.to_thread(docker_files.read, self._api, self._container, path, limit)
 
     async def run(
@@ -234,23 +247,39 @@ class BorrowedDocker:
         timeout_s: float | None = None,
         output_limit: int = KEEP_BYTES,
         model_url: str | None = None,
+        gate: Gate | None = None,
     ) -> Completed:
         """See `BorrowedSandbox.run`."""
         check_run(argv, env)
-        url = url_of_run(self.sandbox_id, self._spec.model_url, model_url)
-        self._alive()
         wall_s = self._spec.limits.wall_s if timeout_s is None else min(self._spec.limits.wall_s, timeout_s)
         async with contextlib.AsyncExitStack() as stack:
-            command, given = list(argv), dict(env or {})
+            if gate is None and (url := model_url or self._spec.model_url) is not None:
+                gate = await stack.enter_async_context(self.gate(url))
+            self._runs.require()
+            return await self._runs.track(self._run(argv, dict(env or {}), stdin, wall_s, output_limit, gate))
+        raise AssertionError("unreachable")
+
+    async def disconnect(self) -> None:
+        """See `BorrowedSandbox.disconnect`. Runs of this handle that still go on cost the container its processes."""
+        await self._runs.let_go()
+
+    async def _run(
+        self,
+        argv: Sequence[str],
+        given: dict[str, str],
+        stdin: bytes | None,
+        wall_s: float,
+        output_limit: int,
+        gate: Gate | None,
+    ) -> Completed:
+        async with contextlib.AsyncExitStack() as stack:
+            command = list(argv)
             if stdin is not None:
                 file = self._home.inside / f"{os.urandom(4).hex()}.in"
                 stack.callback(file.unlink, missing_ok=True)
                 await asyncio.to_thread(_put, file, stdin)
                 command = ["/bin/sh", "-c", 'exec "$@" <"$0"', f"{RUN}/{file.name}", *command]
-            if url is not None:
-                gate = Gate(url, self._home.inside / f"{os.urandom(4).hex()}.sock")
-                stack.push_async_callback(gate.close)
-                await gate.open()
+            if gate is not None and gate.path is not None:
                 forward = {"port": INSIDE_PORT, "socket": f"{RUN}/{gate.path.name}"}
                 orders = {"argv": command, "env": {}, "cwd": WORKDIR, "limits": {}, "forward": forward}
                 command, given = ["python3", f"{RUN}/inside.py", _ORDERS], {**given, _ORDERS: json.dumps(orders)}
@@ -264,17 +293,8 @@ class BorrowedDocker:
             stack.callback(os.close, handle)
             command = ["/bin/sh", "-c", 'read -r _ <"$0"; exec "$@"', f"{RUN}/{go.name}", *command]
             run = Exec(self._api, self._container, output_limit, self._spec.limits.output_bytes, handle)
-            self._running.add(run)
-            try:
-                return await self._watch(run, command, given, wall_s)
-            finally:
-                self._running.discard(run)
-
-    async def disconnect(self) -> None:
-        """See `BorrowedSandbox.disconnect`. Runs of this handle that still go on cost the container its processes."""
-        self._let_go = True
-        for run in list(self._running):
-            await asyncio.to_thread(run.kill, "stop")
+            return await self._watch(run, command, given, wall_s)
+        raise AssertionError("unreachable")
 
     async def _watch(self, run: Exec, command: list[str], env: dict[str, str], wall_s: float) -> Completed:
         began = time.monotonic()
@@ -312,12 +332,6 @@ class BorrowedDocker:
         hit = (Aspect.MEMORY.value,) if out_of_memory else ()
         return Completed(None if killed_by else status, stdout, stderr, killed_by, hit, time.monotonic() - began)
 
-    def _alive(self) -> None:
-        if self._let_go:
-            raise SandboxLost(f"sandbox {self.sandbox_id}: this handle was let go")
-        if (reason := self._home.end_reason()) is not None:
-            raise SandboxLost(f"sandbox {self.sandbox_id} is gone ({reason})")
-
 
 class DockerSandbox(BorrowedDocker):
     """The owner's handle."""
@@ -332,13 +346,16 @@ class DockerSandbox(BorrowedDocker):
     def access(self) -> SandboxAccess:
         """See `Sandbox.access`."""
         descriptor = {"sandbox_id": self.sandbox_id, "token": self._token}
-        return SandboxAccess(connection=DirectSandbox(Docker.name, descriptor), workdir=WORKDIR)
+        return SandboxAccess(connection=DirectSandbox(self._home.lease.provider, descriptor), workdir=WORKDIR)
 
     async def stop(self) -> None:
         """See `Sandbox.stop`."""
+        await asyncio.shield(self._stop())
+
+    async def _stop(self) -> None:
         self._home.forbid()
-        self._let_go = True
-        await asyncio.shield(asyncio.to_thread(self._release, self._home))
+        await self.disconnect()
+        await asyncio.to_thread(self._release, self._home)
 
 
 def _put(file: Path, data: bytes) -> None:

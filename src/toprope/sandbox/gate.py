@@ -1,20 +1,25 @@
-"""The way out of a sandbox: a unix socket that leads to one URL and nowhere else.
+"""The way out of a sandbox: a socket that leads to one URL and nowhere else, and opens for one key.
 
-Code inside speaks HTTP to a forwarder on its own loopback, which passes bytes to the socket. Here, outside, each
+Code inside speaks HTTP to a forwarder on its own loopback, which passes bytes to a unix socket. Here, outside, each
 request is parsed and judged, and a new one is sent: only to the one server, only below the one path, never by a
-redirect, an absolute target, a tunnel or an upgrade. Replies stream through. The key that the model server asks for is
-the caller's own; nothing of the host is added.
+redirect, an absolute target, a tunnel or an upgrade. Replies stream through. With `GateKeys` a request must carry the
+key that was made for it; the key of the model server is put in its place and never seen inside. A program that runs in
+no sandbox gets the same gate on a port of our loopback.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import logging
 import os
 import re
+import secrets
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import TracebackType
 from urllib.parse import unquote, urlsplit
 
 import aiohttp
@@ -22,6 +27,7 @@ from aiohttp import web
 from yarl import URL
 
 from toprope.errors.tree import ConfigError, Forbidden
+from toprope.sandbox.spec import SandboxSpec
 
 log = logging.getLogger("toprope.sandbox")
 
@@ -30,12 +36,14 @@ INSIDE_PORT = 8642
 
 MAX_CONNECTIONS = 64
 MAX_BODY_BYTES = 256 * 2**20
+MAX_HEARD_BYTES = 4 * 2**20
 
 _HOP = frozenset(
     {"connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding"}
     | {"upgrade", "host", "content-length", "expect", "proxy-connection", "x-forwarded-for", "forwarded"}
 )
-_HOSTS = frozenset({f"127.0.0.1:{INSIDE_PORT}", f"localhost:{INSIDE_PORT}"})
+_KEY_HEADERS = frozenset({"authorization", "x-api-key", "api-key"})
+_GENERATES = ("/chat/completions", "/responses", "/messages")
 _PLAIN = re.compile(r"[A-Za-z0-9/._~!$&'()*+,;=:@%-]*")
 
 
@@ -60,32 +68,76 @@ def check_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def url_of_run(sandbox_id: str, of_sandbox: str | None, of_run: str | None) -> str | None:
-    """The one URL that a run reaches. Raises `Forbidden` if its sandbox was made for another than it asks for."""
-    if of_run is None:
-        return of_sandbox
-    if of_sandbox is not None and of_sandbox.rstrip("/") != of_run.rstrip("/"):
-        raise Forbidden(f"sandbox {sandbox_id} reaches {of_sandbox} only; a run cannot have another model_url")
-    return check_url(of_run)
+def allowed_url(sandbox_id: str, spec: SandboxSpec, wanted: str) -> str:
+    """`wanted`, if code in a sandbox of this spec may reach it. Raises `Forbidden` where it may not."""
+    if spec.network == "none":
+        raise Forbidden(f"sandbox {sandbox_id} reaches nothing (network: none); a run cannot have a model_url")
+    if spec.model_url is not None and spec.model_url.rstrip("/") != wanted.rstrip("/"):
+        raise Forbidden(f"sandbox {sandbox_id} reaches {spec.model_url} only; a run cannot have another model_url")
+    return check_url(wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class GateKeys:
+    """`own`: what a request from inside must carry, as a bearer token, `x-api-key` or `api-key`. `server`: what is sent
+    on in its place; None: nothing."""
+
+    own: str = field(default_factory=lambda: f"tr-{secrets.token_urlsafe(24)}", repr=False)
+    server: str | None = field(default=None, repr=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Heard:
+    """The last whole reply to a call that generates: the request's path, the reply's type and the body, at most
+    `MAX_HEARD_BYTES` of it (`whole` says whether that is all)."""
+
+    path: str
+    content_type: str
+    body: bytes
+    whole: bool
 
 
 class Gate:
-    """One unix socket that leads to `url`."""
+    """One socket that leads to `url`: a unix socket at `path`, or a port of the address `bind` where `path` is None.
 
-    def __init__(self, url: str, path: Path) -> None:
+    `calls` counts requests to routes that generate and got a 2xx; `heard` is the last of their replies; `refused`
+    counts what was not passed on.
+    """
+
+    def __init__(
+        self, url: str, path: Path | None = None, *, keys: GateKeys | None = None, bind: str = "127.0.0.1"
+    ) -> None:
         self.url = check_url(url)
         self.path = path
+        self.keys = keys
+        self.calls = 0
+        self.refused = 0
+        self.heard: Heard | None = None
         parts = urlsplit(self.url)
         self._origin = f"{parts.scheme}://{parts.netloc}"
         self._prefix = parts.path
+        self._bind = bind
+        self._port = INSIDE_PORT
         self._client: aiohttp.ClientSession | None = None
         self._server: asyncio.Server | None = None
         # What code inside sends is its affair: it must not be able to fill our log with it.
         self._parser = web.Server(self._pass, access_log=None, logger=logging.Logger("gate", logging.CRITICAL + 1))
-        self.refused = 0
+
+    def inside(self, host: str = "127.0.0.1") -> str:
+        """The URL under which a program reaches `url` once the gate is open; `host` names this machine to it."""
+        return f"http://{host}:{self._port}{self._prefix}"
+
+    async def __aenter__(self) -> Gate:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.shield(self.close())
 
     async def open(self) -> None:
-        """On return the socket exists and accepts, for every user who can reach its path."""
+        """On return the socket exists and accepts, for every user who can reach it."""
         self._client = aiohttp.ClientSession(
             auto_decompress=False,
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -93,20 +145,16 @@ class Gate:
             connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS),
             trust_env=False,
         )
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        # A socket's path has 108 bytes at most; by the handle of its directory any will do.
-        directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            sock.bind(f"/proc/self/fd/{directory}/{self.path.name}")
-            os.chmod(self.path, 0o666)
-            sock.setblocking(False)
-            self._server = await asyncio.get_running_loop().create_unix_server(self._accept, sock=sock)
+            loop = asyncio.get_running_loop()
+            if self.path is None:
+                self._server = await loop.create_server(self._accept, self._bind, 0)
+                self._port = self._server.sockets[0].getsockname()[1]
+            else:
+                self._server = await loop.create_unix_server(self._accept, sock=_unix_socket(self.path))
         except BaseException:
-            sock.close()
             await self._client.close()
             raise
-        finally:
-            os.close(directory)
 
     async def close(self) -> None:
         """On return the socket is gone and nothing passes any more."""
@@ -115,7 +163,8 @@ class Gate:
         await self._parser.shutdown(0.1)
         if self._client is not None:
             await self._client.close()
-        self.path.unlink(missing_ok=True)
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
 
     def _accept(self) -> asyncio.Protocol:
         if len(self._parser.connections) >= MAX_CONNECTIONS:  # code inside could use up the owner's handles
@@ -124,21 +173,11 @@ class Gate:
 
     async def _pass(self, request: web.BaseRequest) -> web.StreamResponse:
         if (why := self._refusal(request)) is not None:
-            self.refused += 1
-            if self.refused == 1:  # the others are counted
-                log.warning("a sandbox asked for %s %.200s: refused, %s", request.method, request.raw_path, why)
-            return web.json_response(
-                {
-                    "error": {
-                        "kind": "forbidden",
-                        "message": f"this sandbox reaches its model only: {why}",
-                        "retryable": False,
-                    }
-                },
-                status=403,
-            )
+            return self._refuse(request, 403, why)
+        if self.keys is not None and not _carries(request, self.keys.own):
+            return self._refuse(request, 401, "the key is not the one that was given to this program")
         assert self._client is not None
-        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in _HOP]
+        headers = self._headers(request)
         try:
             async with self._client.request(
                 request.method,
@@ -153,9 +192,16 @@ class Gate:
                     if name.lower() not in _HOP:
                         reply.headers.add(name, value)
                 await reply.prepare(request)
-                async for chunk in answer.content.iter_any():
-                    await reply.write(chunk)
-                await reply.write_eof()
+                hearing = self._hear(request, answer)
+                try:
+                    async for chunk in answer.content.iter_any():
+                        hearing.add(chunk)
+                        await reply.write(chunk)
+                    await reply.write_eof()
+                finally:  # some clients leave as soon as they have read what ends the reply, before its body ends
+                    if (heard := hearing.end()) is not None:
+                        self.calls += 1
+                        self.heard = heard
                 return reply
         except aiohttp.ClientConnectionError as error:
             return web.json_response(
@@ -163,18 +209,90 @@ class Gate:
                 status=502,
             )
 
+    def _headers(self, request: web.BaseRequest) -> list[tuple[str, str]]:
+        dropped = _HOP if self.keys is None else _HOP | _KEY_HEADERS
+        headers = [(name, value) for name, value in request.headers.items() if name.lower() not in dropped]
+        if self.keys is not None and self.keys.server is not None:
+            headers.append(("Authorization", f"Bearer {self.keys.server}"))
+        return headers
+
+    def _hear(self, request: web.BaseRequest, answer: aiohttp.ClientResponse) -> _Hearing:
+        path = request.path
+        wanted = request.method == "POST" and 200 <= answer.status < 300 and path.endswith(_GENERATES)
+        return _Hearing(path, answer.headers, wanted=wanted)
+
+    def _refuse(self, request: web.BaseRequest, status: int, why: str) -> web.Response:
+        self.refused += 1
+        if self.refused == 1:  # the others are counted
+            log.warning("a sandbox asked for %s %.200s: refused, %s", request.method, request.raw_path, why)
+        message = f"this program reaches its model only: {why}"
+        body = {"error": {"kind": "forbidden", "message": message, "retryable": False}}
+        return web.json_response(body, status=status)
+
     def _refusal(self, request: web.BaseRequest) -> str | None:
         target = request.raw_path
         path, _, _ = target.partition("?")
         if request.method in ("CONNECT", "TRACE") or "upgrade" in request.headers.get("connection", "").lower():
             return "no tunnels and no upgrades"
-        if not target.startswith("/") or request.headers.get("host", "").lower() not in _HOSTS:
+        if not target.startswith("/") or not self._is_here(request.headers.get("host", "")):
             return "another host"
         if not _PLAIN.fullmatch(path) or _leaves(path):
             return "a path with parts that some servers resolve"
         if path != self._prefix and not path.startswith(f"{self._prefix}/"):
             return "a path outside the model's"
         return None
+
+    def _is_here(self, host: str) -> bool:
+        """Whether a `Host` names this gate; one that is bound for other machines has names that it does not know."""
+        if self.path is None and self._bind != "127.0.0.1":
+            return host.endswith(f":{self._port}")
+        return host.lower() in (f"127.0.0.1:{self._port}", f"localhost:{self._port}")
+
+
+class _Hearing:
+    """One reply on its way through."""
+
+    def __init__(self, path: str, headers: Mapping[str, str], *, wanted: bool) -> None:
+        self._path = path
+        self._type = headers.get("content-type", "")
+        self._wanted = wanted
+        self._readable = headers.get("content-encoding", "identity").lower() == "identity"
+        self._data = bytearray()
+        self._total = 0
+
+    def add(self, chunk: bytes) -> None:
+        self._total += len(chunk)
+        if self._wanted and self._readable and len(self._data) < MAX_HEARD_BYTES:
+            self._data += chunk[: MAX_HEARD_BYTES - len(self._data)]
+
+    def end(self) -> Heard | None:
+        if not self._wanted:
+            return None
+        return Heard(self._path, self._type, bytes(self._data), whole=len(self._data) == self._total)
+
+
+def _carries(request: web.BaseRequest, key: str) -> bool:
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    said = [request.headers.get(name, "") for name in ("x-api-key", "api-key")]
+    if scheme.lower() == "bearer":
+        said.append(bearer.strip())
+    return any(hmac.compare_digest(each.encode("utf-8", "replace"), key.encode()) for each in said)
+
+
+def _unix_socket(path: Path) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # A socket's path has 108 bytes at most; by the handle of its directory any will do.
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        sock.bind(f"/proc/self/fd/{directory}/{path.name}")
+        os.chmod(path, 0o666)
+        sock.setblocking(False)
+        return sock
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        os.close(directory)
 
 
 def _leaves(path: str) -> bool:

@@ -6,8 +6,9 @@ Runs as a script, by the interpreter of the sandbox, with nothing but the standa
     python3 -I -S inside.py VARIABLE         the orders are JSON in this environment variable
 
 Orders: `argv`, `env`, `cwd`, `limits` (resource name -> value), `forward` (`port` to listen on, `socket` to pass on
-to) or null. STATUS is a socket whose other end the starter holds: when it closes, at any time, everything ends here;
-one byte from us says that the sandbox stands and the rest is the program's doing.
+to) or null; `keep`: adopt every orphan of the program and end them all when it ends, since no pid namespace does it.
+STATUS is a socket whose other end the starter holds: when it closes, at any time, everything ends here; one byte from
+us says that the sandbox stands and the rest is the program's doing.
 
 This stays while the program runs, as the first process of the pid namespace where there is one: it waits for orphans,
 and when the program ends it ends, and the kernel kills what is left. The forwarder carries bytes and decides nothing:
@@ -22,6 +23,9 @@ import resource
 import select
 import signal
 import sys
+
+_SUBREAPER = 36
+_PATIENCE_S = 5.0
 
 TYPE_CHECKING = False  # as in `typing`, which takes longer to import than everything here
 if TYPE_CHECKING:
@@ -41,6 +45,9 @@ def main(arguments: list[str]) -> NoReturn:
         orders = json.loads(os.environ.pop(arguments[0]))
         orders["env"] = dict(os.environ, **orders["env"])
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    keep = bool(orders.get("keep"))
+    if keep:
+        _adopt()
     try:
         listener = _listen(orders["forward"])
     except OSError as error:
@@ -59,7 +66,7 @@ def main(arguments: list[str]) -> NoReturn:
     if status is not None:
         import threading
 
-        threading.Thread(target=_end_with_the_starter, args=(status,), daemon=True).start()
+        threading.Thread(target=_end_with_the_starter, args=(status, keep), daemon=True).start()
     if listener is not None:
         import threading
 
@@ -67,6 +74,8 @@ def main(arguments: list[str]) -> NoReturn:
     while True:
         pid, how = os.wait()
         if pid == program:
+            if keep:
+                _end_family()
             os._exit(128 + os.WTERMSIG(how) if os.WIFSIGNALED(how) else os.WEXITSTATUS(how))
 
 
@@ -121,10 +130,58 @@ def _read_orders(handle: int) -> dict[str, Any]:
     return orders
 
 
-def _end_with_the_starter(status: int) -> NoReturn:
+def _adopt() -> None:
+    import ctypes
+
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+
+
+def _end_family() -> None:
+    """Kill every descendant, those that are made meanwhile included: each is stopped before any is killed."""
+    import time
+
+    end = time.monotonic() + _PATIENCE_S
+    while (family := _family()) and time.monotonic() < end:
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in family:
+                try:
+                    os.kill(pid, number)
+                except OSError:
+                    pass  # it ended meanwhile
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
+
+
+def _family() -> list[int]:
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", encoding="utf-8", errors="replace") as file:
+                state, parent = file.read().rpartition(")")[2].split()[:2]
+        except OSError:
+            continue
+        if state not in "ZX":
+            children.setdefault(int(parent), []).append(int(name))
+    found: list[int] = []
+    waiting = [os.getpid()]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += below
+    return found
+
+
+def _end_with_the_starter(status: int, keep: bool) -> NoReturn:
     poll = select.poll()
     poll.register(status, select.POLLIN | select.POLLHUP)
     poll.poll()
+    if keep:
+        _end_family()
     os._exit(128 + signal.SIGKILL)
 
 

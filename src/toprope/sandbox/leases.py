@@ -20,9 +20,10 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -45,10 +46,12 @@ _FORGOTTEN_S = 3600.0
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One sandbox's lease. `deadline`: Unix seconds. `resources`: what its provider has to release, by kind."""
+    """One sandbox's lease. `provider`: the name of who made it; `kind`: of which kind it is, so that any provider of
+    that kind can end it. `deadline`: Unix seconds. `resources`: what has to be released, by what it is."""
 
     sandbox_id: str
     provider: str
+    kind: str
     owner: ProcessId
     deadline: float
     token_sha256: str
@@ -143,20 +146,16 @@ class LeaseDirectory:
         self._reaped: float | None = None
 
     def open(
-        self, provider: str, spec: SandboxSpec, resources: Callable[[str], dict[str, list[str]]]
+        self, provider: str, kind: str, spec: SandboxSpec, resources: Callable[[str], dict[str, list[str]]]
     ) -> tuple[LeaseHome, str]:
         """A new lease of this process and the borrower's token. `resources`: by id, what will have to be released."""
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        facts = os.stat(self.path)
-        if facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
-            raise ConfigError(
-                f"sandbox leases: {self.path} belongs to another user or can be written by others; give a directory of "
-                "your own (mode 0700)"
-            )
+        self._require_ours()
         sandbox_id, token = secrets.token_hex(8), secrets.token_urlsafe(24)
         lease = Lease(
             sandbox_id,
             provider,
+            kind,
             this_process(),
             time.time() + spec.lease_s,
             _digest(token),
@@ -186,29 +185,61 @@ class LeaseDirectory:
             raise SandboxLost(f"sandbox {sandbox_id} is gone ({reason})")
         return home
 
+    def borrow(self, sandbox_id: str, token: str, provider: str, kind: str) -> LeaseHome:
+        """The sandbox of a descriptor. Raises `SandboxLost`, and `Forbidden` for a wrong token or another provider."""
+        home = self.find(sandbox_id)
+        if (home.lease.provider, home.lease.kind) != (provider, kind):
+            raise Forbidden(f"sandbox {sandbox_id} was made by {home.lease.provider!r}, not by {provider!r}")
+        home.check(token)
+        return home
+
+    def leases(self) -> list[Lease]:
+        """Every lease that can be read, of any kind, whether or not it is over."""
+        found: list[Lease] = []
+        if not self.path.is_dir():
+            return found
+        self._require_ours()
+        for path in sorted(self.path.iterdir()):
+            if _ID.fullmatch(path.name):
+                try:
+                    found.append(msgspec.json.decode((path / "lease.json").read_bytes(), type=Lease))
+                except (OSError, msgspec.DecodeError):
+                    continue  # in the making, or being removed; a damaged one is named by `reap`
+        return found
+
+    def _require_ours(self) -> None:
+        """Raise `ConfigError` for a directory, or a link in its place, in which somebody else could plant leases."""
+        link, facts = os.lstat(self.path), os.stat(self.path)
+        if link.st_uid != os.geteuid() or facts.st_uid != os.geteuid() or facts.st_mode & 0o022:
+            raise ConfigError(
+                f"sandbox leases: {self.path} belongs to another user or can be written by others; give a directory of "
+                "your own (mode 0700)"
+            )
+
     def release(self, home: LeaseHome, free: Callable[[Lease], None]) -> None:
         """On return nothing of the sandbox is left. `free` gives back what its kind holds; again is harmless."""
         home.end()
         free(home.lease)
         remove_tree(home.path)
 
-    def reap_if_due(self, provider: str, free: Callable[[Lease], None]) -> None:
+    def reap_if_due(self, kind: str, free: Callable[[Lease], None]) -> None:
         """`reap`, at the first call and then not more often than every 10 s: who makes many sandboxes pays for few."""
         now = time.monotonic()
         if self._reaped is None or now - self._reaped > _REAP_EVERY_S:
             self._reaped = now
             try:
-                self.reap(provider, free)
+                self.reap(kind, free)
             except Exception as error:  # somebody else's sandbox: making a new one goes on, `reap` itself raises it
                 log.warning("sandbox leases in %s: one could not be reaped: %s", self.path, error)
 
-    def reap(self, provider: str, free: Callable[[Lease], None]) -> tuple[str, ...]:
-        """End every sandbox of `provider` whose lease is over; their ids. One that fails does not stop the others.
+    def reap(self, kind: str, free: Callable[[Lease], None]) -> tuple[str, ...]:
+        """End every sandbox of `kind` whose lease is over; their ids. One that fails does not stop the others.
 
         The first failure is raised when all have been tried; the next call tries again.
         """
         if not self.path.is_dir():
             return ()
+        self._require_ours()
         reaped: list[str] = []
         failure: Exception | None = None
         with self._lock.held():
@@ -219,7 +250,7 @@ class LeaseDirectory:
                     continue
                 try:
                     lease = msgspec.json.decode((path / "lease.json").read_bytes(), type=Lease)
-                    if lease.provider != provider or not (lease.over() or (path / "ended").exists()):
+                    if lease.kind != kind or not (lease.over() or (path / "ended").exists()):
                         continue
                     self.release(LeaseHome(path, lease), free)
                     reaped.append(path.name)
@@ -231,6 +262,20 @@ class LeaseDirectory:
         if failure is not None:
             raise failure
         return tuple(reaped)
+
+
+def read_descriptor(descriptor: Mapping[str, Any]) -> tuple[str, str]:
+    """Sandbox id and token. Raises `Forbidden` for what is no descriptor of ours."""
+    sandbox_id, token = descriptor.get("sandbox_id"), descriptor.get("token")
+    if not isinstance(sandbox_id, str) or not isinstance(token, str):
+        raise Forbidden("sandbox descriptor: expected sandbox_id and token, two strings")
+    return sandbox_id, token
+
+
+def default_directory() -> Path:
+    """Where leases are unless the configuration says otherwise: one directory for each user of a host, so that a run
+    finds what a dead one left. It survives a restart, after which everything in it is over."""
+    return Path(f"/var/tmp/toprope-sandboxes-{os.geteuid()}")
 
 
 def _age_mark(path: Path) -> float:

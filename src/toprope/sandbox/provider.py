@@ -1,6 +1,6 @@
 """The interface: a provider makes sandboxes, their owner runs code in them and stops them, a borrower only lets go.
 
-Left to others: how (`bubblewrap`, `docker`; `toprope.testing.local_sandbox` for tests that need no isolation).
+Left to others: how (`bubblewrap`, `docker`; `plain`, which isolates nothing), under which terms (`desk`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from toprope.errors.tree import ConfigError
 from toprope.protocol.grants import SandboxAccess
+from toprope.sandbox.gate import Gate, GateKeys
 from toprope.sandbox.spec import Aspect, Completed, Report, SandboxSpec
 
 log = logging.getLogger("toprope.sandbox")
@@ -44,17 +45,25 @@ class BorrowedSandbox(Protocol):
         timeout_s: float | None = None,
         output_limit: int = KEEP_BYTES,
         model_url: str | None = None,
+        gate: Gate | None = None,
     ) -> Completed:
         """Run a program in the work directory; on return it has ended and its output is read.
 
         `env` is added to what the sandbox gives; nothing of the host's environment comes in. `timeout_s` can only
         shorten `limits.wall_s`. `output_limit`: bytes kept of each stream. `model_url`: the one URL that is reachable
-        from inside, under `inside_url(model_url)`. A cancelled call kills the run. Raises `SandboxLost` when the
+        from inside, under `inside_url(model_url)`; or `gate`, an open gate of this handle that the caller made, which
+        says where it is reached. A cancelled call kills the run. Raises `SandboxLost` when the
         sandbox is gone, `SandboxUnavailable` when the run could not be started for a reason that is not the program's.
         """
 
     def inside_url(self, model_url: str) -> str:
         """The URL under which code inside reaches `model_url` while a run has it."""
+
+    def gate(self, model_url: str, *, keys: GateKeys | None = None) -> Gate:
+        """A gate to `model_url` for runs of this handle, to be used as an async context around them.
+
+        Raises `Forbidden` where the sandbox may not reach it, `ConfigError` for what is no URL of a server.
+        """
 
     async def write_file(self, path: str, data: bytes, *, executable: bool = False) -> None:
         """On return the file holds `data`; its directories are made. Raises `OutsideWorkdir`: no link is followed."""

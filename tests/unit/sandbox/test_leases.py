@@ -20,9 +20,9 @@ from toprope.errors.tree import ConfigError
 from toprope.sandbox.bubblewrap import Bubblewrap, reap
 from toprope.sandbox.leases import LeaseDirectory
 from toprope.sandbox.owner import identify, this_process
+from toprope.sandbox.plain import PlainDirectory
 from toprope.sandbox.provider import reaping
 from toprope.sandbox.spec import Limits, SandboxLost, SandboxSpec, SandboxUnavailable
-from toprope.testing.local_sandbox import LocalSandboxes
 
 pytestmark = pytest.mark.promise("EP-14")
 
@@ -154,9 +154,9 @@ async def test_sandboxes_do_not_see_each_other(tmp_path: Path) -> None:
 
 
 async def test_two_reapers_at_once_take_each_sandbox_once(tmp_path: Path) -> None:
-    provider = LocalSandboxes(tmp_path)
+    provider = PlainDirectory(tmp_path)
     made = [await provider.create(SandboxSpec(lease_s=1e-6)) for _ in range(5)]
-    both = await asyncio.gather(provider.reap(), LocalSandboxes(tmp_path).reap(), provider.reap())
+    both = await asyncio.gather(provider.reap(), PlainDirectory(tmp_path).reap(), provider.reap())
     taken = [each for reaped in both for each in reaped]
     assert set(taken) <= {each.sandbox_id for each in made}
     assert len(taken) == len(set(taken))
@@ -164,7 +164,7 @@ async def test_two_reapers_at_once_take_each_sandbox_once(tmp_path: Path) -> Non
 
 
 async def test_a_process_that_lives_long_reaps_as_it_goes(tmp_path: Path) -> None:
-    provider = LocalSandboxes(tmp_path)
+    provider = PlainDirectory(tmp_path)
     async with reaping(provider, every_s=0.001):
         sandbox = await provider.create(SandboxSpec(lease_s=0.01))
         while sandbox.sandbox_id in await asyncio.to_thread(left_in, tmp_path):
@@ -174,7 +174,7 @@ async def test_a_process_that_lives_long_reaps_as_it_goes(tmp_path: Path) -> Non
 
 
 async def test_a_damaged_lease_does_not_keep_the_others_from_being_reaped(tmp_path: Path) -> None:
-    provider = LocalSandboxes(tmp_path)
+    provider = PlainDirectory(tmp_path)
     damaged, good = [await provider.create(SandboxSpec(lease_s=300)) for _ in range(2)]
     (tmp_path / damaged.sandbox_id / "lease.json").write_bytes(b'{"sandbox_id": ')
     await asyncio.to_thread((tmp_path / good.sandbox_id / "ended").touch)
@@ -195,7 +195,7 @@ def test_an_owner_is_one_process_of_one_boot() -> None:
 def test_a_lease_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
     with pytest.raises(ConfigError, match="0700"):
-        LeaseDirectory(tmp_path).open("local", SandboxSpec(), lambda sandbox_id: {})
+        LeaseDirectory(tmp_path).open("directory", "directory", SandboxSpec(), lambda sandbox_id: {})
 
 
 async def test_without_the_program_nothing_is_claimed_and_the_reason_is_said(tmp_path: Path) -> None:

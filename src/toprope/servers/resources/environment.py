@@ -57,7 +57,7 @@ class Environment:
     """How many plain functions run at once, over all sessions."""
 
     sandbox: SandboxSpec | None = None
-    """The sandbox that each session gets: made before `seed`, which is given it as `sandbox`, stopped after `release`."""
+    """The sandbox that each session gets: made before `seed`, which is given it; stopped after `release`."""
 
     lends_sandbox: ClassVar[bool] = False
     """Whether the agent may borrow the session's sandbox: run programs in it, read and write its files."""
@@ -85,6 +85,11 @@ class Environment:
         `toprope.sandbox.provider.Sandbox`. Without an override the sandbox itself is the state.
         """
         return kwargs.get("sandbox")
+
+    def session_tools(self, state: Any, task: dict[str, Any]) -> Any:
+        """The names of the tools that this session may call, out of `tools`; asked once, after the seed. All of them
+        unless a subclass says less: then the others do not exist for this session, over HTTP and MCP alike."""
+        return list(self.tools)
 
     def verify(self, state: Any, task: dict[str, Any], response: dict[str, Any]) -> Any:
         """The reward of a finished episode: a finite float, or a `Verdict`.
