@@ -60,6 +60,7 @@ class ServerApp:
         shutdown: Hook | None,
         limits: Limits,
         api_key: str | None,
+        stands_for_key: Callable[[Request], bool] | None,
         render_error: RenderError,
     ) -> None:
         self.name = name
@@ -67,6 +68,7 @@ class ServerApp:
         self.limits = limits
         self.has_api_key = api_key is not None
         self._api_key = None if api_key is None else api_key.encode("utf-8")
+        self._stands_for_key = stands_for_key
         self._router = router
         self._ready = ready
         self._startup = startup
@@ -202,6 +204,8 @@ class ServerApp:
         header = request.headers.get("x-api-key", "")
         # Both compared always (no short circuit), each in constant time.
         if not (_same(bearer, self._api_key) | _same(header, self._api_key)):
+            if self._stands_for_key is not None and self._stands_for_key(request):
+                return
             raise Forbidden(
                 f"{self.name}: this server wants its API key, as `authorization: Bearer <key>` or `x-api-key`",
                 status=401,
@@ -253,13 +257,15 @@ def build_app(
     shutdown: Hook | None = None,
     limits: Limits | None = None,
     api_key: str | None = None,
+    stands_for_key: Callable[[Request], bool] | None = None,
     render_error: RenderError | None = None,
 ) -> ServerApp:
     """A server named `name` in `role`, with every layer of the kit installed.
 
     `ready` gives the reason why it cannot serve yet, or None. `startup` runs once before the first request is
-    admitted, `shutdown` once after the last one ended. `render_error` replaces the typed error body. Raises
-    `ValueError` for a route given twice or one that would hide a health route.
+    admitted, `shutdown` once after the last one ended. `stands_for_key` says whether a request without `api_key` may
+    pass by what else it carries. `render_error` replaces the typed error body. Raises `ValueError` for a route given
+    twice or one that would hide a health route.
     """
     listed = list(routes)
     for route in listed:
@@ -274,5 +280,6 @@ def build_app(
         shutdown=shutdown,
         limits=limits or Limits(),
         api_key=api_key,
+        stands_for_key=stands_for_key,
         render_error=render_error or typed_error,
     )

@@ -49,6 +49,7 @@ class Peer:
     ) -> None:
         self.origin, path = read_base_url(base_url)
         self.role = role
+        self.keyed = api_key is not None
         self._base = _raw_target(path)
         self._transport = transport
         self._replayer = replayer
