@@ -104,6 +104,8 @@ class Activation:
         )
         name, arguments = str(call.get("name")), call.get("arguments")
         record = self.observations.record("tool_call", name=name, call_id=call.get("call_id"), ok=False)
+        if name in offered:
+            record.update(self.tools.reached(name))
         began = time.monotonic()
         try:
             text = arguments if isinstance(arguments, str) else ""

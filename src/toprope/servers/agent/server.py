@@ -10,6 +10,7 @@ the agent does.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -24,6 +25,7 @@ from toprope.http.app import Limits, Route, build_app
 from toprope.http.client import Client, Peer
 from toprope.http.reply import Reply, json_reply
 from toprope.http.request import Request
+from toprope.protocol.grants import Stdio
 from toprope.protocol.headers import ACTIVATION, SHOULD_RETRY
 from toprope.protocol.sessions import (
     AgentCloseSessionRequest,
@@ -52,8 +54,8 @@ class AgentState:
 class AgentServer:
     """Serves `agent` under `name`; `.app` is the ASGI app. `model` is the agent's model server.
 
-    `allow_sessionless` also answers `POST /v1/responses` of no session, without tools. `signing_key` signs the
-    session cookies.
+    `allow_sessionless` also answers `POST /v1/responses` of no session, without tools. `mcp_stdio` are the programs
+    that a grant may have started here, and no other. `signing_key` signs the session cookies.
     """
 
     def __init__(
@@ -70,9 +72,11 @@ class AgentServer:
         max_sessions: int | None = None,
         limits: Limits | None = None,
         api_key: str | None = None,
+        mcp_stdio: Collection[Stdio] = (),
     ) -> None:
         self.name = name
         self.agent = agent
+        self._mcp_stdio = tuple(mcp_stdio)
         self.sessions: SessionRegistry[AgentState] = SessionRegistry(
             noun="agent",
             release=self._release,
@@ -121,7 +125,7 @@ class AgentServer:
         return json_reply(answer, cookies=self._door.cookies(seed.agent_session_id))
 
     async def _allocate(self, seed: AgentSeedSessionRequest) -> tuple[AgentState, AgentSeedSessionResponse]:
-        tools = await ToolAccess.open(seed.tool_accesses, self._client)
+        tools = await ToolAccess.open(seed.tool_accesses, self._client, stdio=self._mcp_stdio)
         observations = Observations(self.name)
         for gap in tools.gaps:
             observations.gap(gap)
@@ -145,6 +149,7 @@ class AgentServer:
         state = session.value
         assert state is not None
         partial = state.current.partial if state.current is not None and not state.ended else None
+        await state.tools.close()
         return AgentCloseSessionResponse(
             session.session_id,
             state.observations.snapshot(),
@@ -184,6 +189,8 @@ class AgentServer:
         state.current, state.ended = activation, False
         record = state.observations.record("invocation", number=number, status="cancelled")
         try:
+            if state.tools.speaks_mcp:
+                activation.request = {**body, "tools": state.tools.offered(body.get("tools") or [])}
             response = await self.agent.respond(activation)
             record["status"] = str(response.get("status", "completed"))
             state.ended = True

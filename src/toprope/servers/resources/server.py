@@ -1,10 +1,11 @@
 """The resources server: one environment behind HTTP. Seeds, tools, verify, close.
 
-    POST /seed_session, /<tool>, /verify, /close_session [, /aggregate_metrics]
+    POST /seed_session, /<tool>, /verify, /close_session [, /mcp] [, /aggregate_metrics]
 
 Tools of one session run one at a time unless the environment says otherwise. A session that was seeded with a close
-token verifies and closes only with it, so that an agent which holds the session's name can do neither. Left to
-others: the life of a session (`servers.sessions`), what a verdict is worth (whoever reads the reply).
+token verifies and closes only with it, so that an agent which holds the session's name can do neither. What a grant
+carries is a credential for tools only (`credentials`). Left to others: the life of a session (`servers.sessions`), MCP
+(`mcp`), what a verdict is worth (whoever reads the reply).
 """
 
 from __future__ import annotations
@@ -12,27 +13,33 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from functools import partial
+from importlib.util import find_spec
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from toprope.errors.body import error_body
 from toprope.errors.kinds import Kind
-from toprope.errors.tree import BadRequest, NotFound, SessionLost, ToolError, TopropeError
+from toprope.errors.tree import BadRequest, ConfigError, NotFound, SessionLost, ToolError, TopropeError
 from toprope.http.app import Limits, Route, build_app
+from toprope.http.jsonbody import encode
 from toprope.http.reply import Reply, json_reply, text_reply
 from toprope.http.request import Request
+from toprope.protocol.headers import TOOLS
 from toprope.protocol.sessions import (
     ResourcesCloseSessionRequest,
     ResourcesCloseSessionResponse,
     ResourcesSeedSessionRequest,
     ResourcesSeedSessionResponse,
+    ResourcesTools,
 )
 from toprope.sandbox.desk import SandboxDesk
+from toprope.servers.resources.credentials import ToolCredentials
 from toprope.servers.resources.environment import Environment, Verdict
 from toprope.servers.resources.sandboxes import SessionSandboxes
 from toprope.servers.session_door import SessionDoor, check_key, close_token, lease_s, working_for
@@ -41,19 +48,44 @@ from toprope.servers.sessions import SeedCall, Session, SessionRegistry, payload
 from toprope.tools.spec import TOOL_ERROR_TYPE, ToolSpec
 from toprope.tools.workers import WorkerThreads
 
+if TYPE_CHECKING:
+    from toprope.servers.resources.mcp import McpDoor
+
 log = logging.getLogger("toprope.resources")
 
 # Plain functions that run longer are named in the log: a thread that never ends is lost to the pool.
 STUCK_AFTER_S = 60.0
 _OWN_VERIFY_FIELDS = ("response", "responses_create_params")
 _VERDICT_FIELDS = ("failure_kind", "failure_reason", "reward_components")
+# What an agent must not reach with what a grant carries.
+_CLOSED_TO_TOOLS = ("/seed_session", "/verify", "/close_session", "/aggregate_metrics")
+MCP_MISSING = "MCP needs the official SDK, which is not installed; `pip install toprope[mcp]` brings it"
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """What a session holds: the author's state, and the tools it may call (None: all)."""
+
+    state: Any
+    tools: frozenset[str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Seeded:
+    """The answer to a seed, and the credential that goes with it."""
+
+    answer: ResourcesSeedSessionResponse
+    credential: str
+
+
+_NOTHING = _Held(None, None)
 
 
 class ResourcesServer:
     """Serves `environment` under `name`; `.app` is the ASGI app. `signing_key` signs the session cookies.
 
     `sandboxes` makes the sandbox of each session, for an environment that wants one; it is opened and closed by whoever
-    gives it.
+    gives it. `mcp` also serves the tools over MCP, at `/mcp`; raises `ConfigError` where the SDK is not installed.
     """
 
     def __init__(
@@ -67,16 +99,20 @@ class ResourcesServer:
         limits: Limits | None = None,
         api_key: str | None = None,
         sandboxes: SandboxDesk | None = None,
+        mcp: bool = False,
     ) -> None:
+        limits = limits or Limits()
         self.name = name
         self.environment = environment
         self.sandboxes = SessionSandboxes(name, environment, sandboxes)
         self._ttl_s = session_ttl_s
         self.workers = WorkerThreads(environment.worker_threads, name=f"toprope-{name}")
-        self.sessions: SessionRegistry[Any] = SessionRegistry(
+        self.sessions: SessionRegistry[_Held] = SessionRegistry(
             noun="resources", release=self._release, ttl_s=session_ttl_s, max_sessions=max_sessions
         )
         self._door = SessionDoor(signing_key)
+        self._credentials = ToolCredentials(_CLOSED_TO_TOOLS)
+        self._mcp = self._mcp_door(limits) if mcp else None
         self._watchers: list[asyncio.Task[None]] = []
         routes = [
             Route("POST", "/seed_session", self._seed, detached=True),
@@ -85,6 +121,8 @@ class ResourcesServer:
             Route("POST", "/aggregate_metrics", self._aggregate),
         ]
         routes += [Route("POST", f"/{tool}", partial(self._tool, spec)) for tool, spec in environment.tools.items()]
+        if self._mcp is not None:
+            routes.append(Route("POST", "/mcp", self._mcp.handle))
         self.app = build_app(
             name=name,
             role="resources",
@@ -93,9 +131,21 @@ class ResourcesServer:
             shutdown=self._stop,
             limits=limits,
             api_key=api_key,
+            stands_for_key=self._credentials.stands_for_key,
+        )
+
+    def _mcp_door(self, limits: Limits) -> McpDoor:
+        if find_spec("mcp") is None:
+            raise ConfigError(f"{self.name}: {MCP_MISSING}")
+        from toprope.servers.resources.mcp import McpDoor  # the SDK takes most of a second to import
+
+        return McpDoor(
+            name=self.name, tools_of=self._tools_of, run=self._run_for_mcp, max_body_bytes=limits.max_body_bytes
         )
 
     async def _start(self) -> None:
+        if self._mcp is not None:
+            await self._mcp.start()
         loop = asyncio.get_running_loop()
         self._watchers = [loop.create_task(self.sessions.sweep_forever()), loop.create_task(self._watch_workers())]
 
@@ -114,6 +164,8 @@ class ResourcesServer:
     async def _stop(self) -> None:
         for watcher in self._watchers:
             watcher.cancel()
+        if self._mcp is not None:
+            await self._mcp.stop()
         await self.sessions.release_all()
         await self.sandboxes.stop_all()
         self.workers.close()
@@ -121,6 +173,7 @@ class ResourcesServer:
     # -- sessions ------------------------------------------------------------------------------------------------
 
     async def _seed(self, request: Request) -> Reply:
+        self._credentials.refuse(request)
         seed = await request.decode(ResourcesSeedSessionRequest)
         key = seed.episode_id.key
         check_key(request, key)
@@ -133,86 +186,141 @@ class ResourcesServer:
         )
         with working_for(key):
             allocate = partial(self._allocate, seed, max(call.lease_s, self._ttl_s))
-            answer: ResourcesSeedSessionResponse = await self.sessions.seed(call, allocate)
+            seeded: _Seeded = await self.sessions.seed(call, allocate)
+        cookies = self._door.cookies(seed.resources_session_id)
         if not request.speaks_protocol:
-            answer = msgspec.structs.replace(answer, env_session_id=None)
-        return json_reply(answer, cookies=self._door.cookies(seed.resources_session_id))
+            return json_reply(msgspec.structs.replace(seeded.answer, env_session_id=None), cookies=cookies)
+        return json_reply(seeded.answer, headers={TOOLS: seeded.credential}, cookies=cookies)
 
-    async def _allocate(
-        self, seed: ResourcesSeedSessionRequest, life_s: float
-    ) -> tuple[Any, ResourcesSeedSessionResponse]:
+    async def _allocate(self, seed: ResourcesSeedSessionRequest, life_s: float) -> tuple[_Held, _Seeded]:
         session_id, own = seed.resources_session_id, {}
         if self.sandboxes.wanted is not None:
             own["sandbox"] = await self.sandboxes.make(session_id, life_s=life_s)
+        state, made = None, False
         try:
-            state = None
             if self.environment.stateful:
                 state = await self._author("seed", Kind.SEED_FAILED, self.environment.seed, seed.task_data, **own)
-            return state, ResourcesSeedSessionResponse(
-                session_id,
-                sandbox_access=self.sandboxes.access(session_id),
-                env_session_id=self.environment.env_session_id(state),
-            )
+                made = True
+            tools = await self._allowed(state, seed.task_data)
+            handle = self.environment.env_session_id(state)
         except BaseException:
+            if made:
+                await self._give_back(state)
             await self.sandboxes.stop(session_id)
             raise
+        credential = self._credentials.issue(session_id)
+        answer = ResourcesSeedSessionResponse(
+            session_id,
+            resources_tools=None if self._mcp is None else ResourcesTools(self.name, headers={TOOLS: credential}),
+            sandbox_access=self.sandboxes.access(session_id),
+            env_session_id=handle,
+        )
+        return _Held(state, tools), _Seeded(answer, credential)
+
+    async def _allowed(self, state: Any, task: dict[str, Any]) -> frozenset[str] | None:
+        if type(self.environment).session_tools is Environment.session_tools:
+            return None
+        found = await self._author("session_tools", Kind.SEED_FAILED, self.environment.session_tools, state, task)
+        unknown = set(found) - set(self.environment.tools)
+        if unknown:
+            raise TopropeError(
+                f"{self.name}: session_tools names {min(unknown)!r}, which is no tool of this environment",
+                kind=Kind.SEED_FAILED,
+                status=500,
+                retryable=False,
+            )
+        return frozenset(found)
 
     async def _close(self, request: Request) -> Reply:
+        self._credentials.refuse(request)
         close = await request.decode(ResourcesCloseSessionRequest)
         check_key(request, close.episode_id.key)
         receipt = await self.sessions.close(close.resources_session_id, close_token(request))
         outcome = receipt.outcome if request.speaks_protocol else None
         return json_reply(ResourcesCloseSessionResponse(close.resources_session_id, outcome))
 
-    async def _release(self, session: Session[Any]) -> None:
-        if type(self.environment).release is not Environment.release:
-            await self.workers.call(self.environment.release, session.value)
+    async def _release(self, session: Session[_Held]) -> None:
+        self._credentials.revoke(session.session_id)
+        await self._give_back(None if session.value is None else session.value.state)
         await self.sandboxes.stop(session.session_id)
+
+    async def _give_back(self, state: Any) -> None:
+        if type(self.environment).release is not Environment.release:
+            await self.workers.call(self.environment.release, state)
 
     # -- tools and verify ----------------------------------------------------------------------------------------
 
     async def _tool(self, spec: ToolSpec, request: Request) -> Reply:
-        function = getattr(self.environment, spec.attribute)
         try:
-            async with AsyncExitStack() as stack:
-                state = await self._enter(stack, request, alone=self.environment.serial_tools)
-                arguments = spec.read(await request.body())
-                work = f"tool {spec.name}"
-                value = await self._author(work, Kind.TOOL_UNAVAILABLE, function, state, **arguments)
+            value = await self._run(spec, request, await request.body())
         except ToolError as error:
             body = error_body(error)
             body["error"]["type"] = TOOL_ERROR_TYPE
             return json_reply(body, error.status)
         return text_reply(value) if isinstance(value, str) else json_reply(value)
 
+    async def _run(self, spec: ToolSpec, request: Request, arguments: bytes) -> Any:
+        """What the tool returns. Raises `ToolError` for what is the model's to read, other errors for trouble."""
+        function = getattr(self.environment, spec.attribute)
+        async with AsyncExitStack() as stack:
+            held = await self._enter(stack, request, alone=self.environment.serial_tools)
+            if held.tools is not None and spec.name not in held.tools:
+                available = ", ".join(sorted(held.tools)) or "none"
+                raise ToolError(f"no tool named {spec.name!r} in this session; available: {available}", status=404)
+            given = spec.read(arguments)
+            return await self._author(f"tool {spec.name}", Kind.TOOL_UNAVAILABLE, function, held.state, **given)
+
+    async def _run_for_mcp(self, spec: ToolSpec, request: Request, arguments: bytes) -> bytes | str:
+        value = await self._run(spec, request, arguments)
+        return value if isinstance(value, str) else encode(value)
+
+    def _tools_of(self, request: Request) -> Mapping[str, ToolSpec]:
+        """The tools that the request's session may call. Raises what is wrong with the session."""
+        session_id = self._session_id(request)
+        if session_id is None:
+            return self.environment.tools
+        rollout = request.rollout
+        held = self.sessions.open_session(session_id, key=rollout.key if rollout else None).value
+        if held is None or held.tools is None:
+            return self.environment.tools
+        return {name: spec for name, spec in self.environment.tools.items() if name in held.tools}
+
     async def _verify(self, request: Request) -> Reply:
+        self._credentials.refuse(request)
         body = await request.json()
         for field in _OWN_VERIFY_FIELDS:
             if not isinstance(body, dict) or not isinstance(body.get(field), dict):
                 raise BadRequest(f"POST /verify: {field}: an object is needed, beside the fields of the task")
         task = {name: value for name, value in body.items() if name not in _OWN_VERIFY_FIELDS}
         async with AsyncExitStack() as stack:
-            state = await self._enter(stack, request, alone=True, authorised=True)
+            held = await self._enter(stack, request, alone=True, authorised=True)
             verdict = await self._author(
-                "verify", Kind.VERIFY_FAILED, self.environment.verify, state, task, body["response"]
+                "verify", Kind.VERIFY_FAILED, self.environment.verify, held.state, task, body["response"]
             )
         return json_reply(_verify_reply(body, verdict, extended=request.speaks_protocol))
 
     async def _aggregate(self, request: Request) -> Reply:
+        self._credentials.refuse(request)
         aggregate = getattr(self.environment, "aggregate_metrics", None)
         if aggregate is None:
             raise NotFound(f"{self.name}: this environment aggregates no metrics of its own")
         return json_reply(await self._author("aggregate_metrics", Kind.INTERNAL, aggregate, await request.json()))
 
-    async def _enter(self, stack: AsyncExitStack, request: Request, *, alone: bool, authorised: bool = False) -> Any:
-        """The state of the request's session, in use until `stack` ends; None where the environment keeps none."""
-        session_id = self._door.session_id(request)
+    def _session_id(self, request: Request) -> str | None:
+        """The session that the request names; None only where the environment keeps no state."""
+        session_id = self._credentials.session_named(request) or self._door.session_id(request)
+        if session_id is None and self.environment.stateful:
+            raise BadRequest(
+                f"{request.path}: no session is named; send x-toprope-session, the credential of a grant, or the "
+                "cookie of the seed reply"
+            )
+        return session_id
+
+    async def _enter(self, stack: AsyncExitStack, request: Request, *, alone: bool, authorised: bool = False) -> _Held:
+        """What the request's session holds, in use until `stack` ends."""
+        session_id = self._session_id(request)
         if session_id is None:
-            if self.environment.stateful:
-                raise BadRequest(
-                    f"{request.path}: no session is named; send x-toprope-session, or the cookie of the seed reply"
-                )
-            return None
+            return _NOTHING
         rollout = request.rollout
         session = stack.enter_context(self.sessions.use(session_id, key=rollout.key if rollout else None))
         if authorised:
@@ -222,7 +330,8 @@ class ResourcesServer:
             await stack.enter_async_context(session.turn)
             if session.state is not State.OPEN:
                 raise SessionLost(f"resources session {session_id}: closed while this call waited for its turn")
-        return session.value
+        held: _Held | None = session.value
+        return held or _NOTHING
 
     async def _author(self, what: str, kind: Kind, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the author's code. What it raises that is no error of ours keeps its type and text."""

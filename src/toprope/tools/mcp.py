@@ -1,0 +1,335 @@
+"""An `mcp` grant as an agent uses it, through the official SDK: opened, listed, called, closed.
+
+    streamable_http   over the network, or to a server of this process (`inline://`)
+    stdio             a program of this host, which the agent's own configuration must list
+
+A connection of the SDK belongs to the task that opened it, so each grant has a task of its own. A 4xx or 5xx, a lost
+connection and an error of the protocol end the activation; what a tool itself says, its errors too, is for the model.
+Needs the extra `toprope[mcp]`; imported only where a grant is one. Left to others: which grants there are (`access`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import httpx2
+from mcp import Client as McpClient
+from mcp.client.stdio import StdioServerParameters, get_default_environment, stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.exceptions import MCPError
+from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, CallToolResult, Implementation, TextContent
+
+from toprope.canonical import json
+from toprope.errors.body import read_error_body, shorten
+from toprope.errors.kinds import Delivery
+from toprope.errors.tree import TransportError
+from toprope.protocol.grants import McpGrant, Stdio, StreamableHttp
+from toprope.tools import guard
+from toprope.tools.outcome import GrantUnavailable, ToolResult, ToolUnavailable
+
+if TYPE_CHECKING:
+    from mcp.client import Transport
+
+    from toprope.http.client import Client
+
+log = logging.getLogger("toprope.tools")
+
+T = TypeVar("T")
+
+OPEN_S = 30.0
+"""Seconds that a server gets to say which tools it has."""
+
+CLOSE_S = 8.0
+"""Seconds that a server gets to end: the SDK waits 2 s each for a closed pipe, SIGTERM and SIGKILL."""
+
+_CALLABLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_ME = Implementation(name="toprope", version="1")
+_BODILESS = ("content-encoding", "content-length", "transfer-encoding")
+
+
+class McpTools:
+    """The tools behind one grant; made by `open_mcp`. `specs` are entries for `tools` of a Responses request.
+
+    `gaps` names what the server offers and no model can call.
+    """
+
+    def __init__(self, grant: McpGrant) -> None:
+        self.name = grant.name
+        self.transport = "mcp/" + ("stdio" if isinstance(grant.connection, Stdio) else "streamable_http")
+        self.specs: tuple[dict[str, Any], ...] = ()
+        self.gaps: list[str] = []
+        self._client: McpClient | None = None
+        self._trouble = _Trouble()
+        self._leave = asyncio.Event()
+        self._owner: asyncio.Task[None] | None = None
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        """Call the tool. Raises `ToolUnavailable` where what came back is not the tool's own word."""
+        assert self._client is not None
+        self._trouble.clear()
+        try:
+            result = await self._alive(self._client.call_tool(name, arguments))
+        except MCPError as error:
+            if error.code == INVALID_PARAMS and self._trouble.status in (None, 400):
+                return ToolResult(f"error: {error.message}", is_error=True)
+            answered = None if error.code == CONNECTION_CLOSED else Delivery.DELIVERED
+            raise self._unavailable(name, error.message, answered) from error
+        except (RuntimeError, ValueError, OSError, httpx2.HTTPError) as error:
+            raise self._unavailable(name, f"{type(error).__name__}: {error}") from error
+        return ToolResult(_text_of(result), is_error=bool(result.is_error))
+
+    async def close(self) -> None:
+        """On return the connection is gone, and with it a program that was started for it and all its children."""
+        self._leave.set()
+        if self._owner is None:
+            return
+        _, late = await asyncio.wait({self._owner}, timeout=CLOSE_S)
+        if late:
+            self._owner.cancel()
+            await asyncio.wait({self._owner})
+
+    # -- the connection's own task -------------------------------------------------------------------------------
+
+    async def _open(self, transport: Transport) -> None:
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._owner = asyncio.create_task(self._own(transport, ready))
+        try:
+            async with asyncio.timeout(OPEN_S):
+                await asyncio.wait({ready, self._owner}, return_when=asyncio.FIRST_COMPLETED)
+        except BaseException as error:
+            self._owner.cancel()
+            await asyncio.wait({self._owner})
+            if not isinstance(error, TimeoutError):
+                raise
+            raise self._not_open(f"it did not say within {OPEN_S:g} s which tools it has") from None
+        if not ready.done():
+            why = self._owner.exception()
+            raise self._not_open(_root(why) if why is not None else "the connection ended at once") from why
+
+    async def _own(self, transport: Transport, ready: asyncio.Future[None]) -> None:
+        async with McpClient(transport, client_info=_ME, cache=None) as client:
+            self._client = client
+            await self._list(client)
+            ready.set_result(None)
+            await self._leave.wait()
+
+    async def _list(self, client: McpClient) -> None:
+        specs: list[dict[str, Any]] = []
+        cursor: str | None = None
+        while True:
+            page = await client.list_tools(cursor=cursor)
+            for tool in page.tools:
+                if not _CALLABLE.fullmatch(tool.name):
+                    self.gaps.append(f"grant {self.name}: no model can call a tool named {tool.name!r}")
+                    continue
+                specs.append(
+                    {
+                        "type": "function",
+                        "name": tool.name,
+                        "description": tool.description or "",
+                        "parameters": dict(tool.input_schema),
+                        "strict": False,
+                    }
+                )
+            if page.next_cursor is None or page.next_cursor == cursor:
+                break
+            cursor = page.next_cursor
+        self.specs = tuple(specs)
+
+    async def _alive(self, call: Awaitable[T]) -> T:
+        """The outcome of `call`; the end of the connection, should that come first. Cancelling it cancels the call."""
+        assert self._owner is not None
+        task = asyncio.ensure_future(call)
+        try:
+            await asyncio.wait({task, self._owner}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise RuntimeError("the connection ended during the call")
+            return task.result()
+        finally:
+            task.cancel()
+
+    def _unavailable(self, name: str, why: str, delivery: Delivery | None = None) -> ToolUnavailable:
+        trouble = self._trouble
+        return ToolUnavailable(
+            f"tool {name} of grant {self.name}: {trouble.text or why}",
+            delivery=trouble.delivery or delivery or Delivery.POSSIBLY_DELIVERED,
+            upstream_status=trouble.status,
+        )
+
+    def _not_open(self, why: str) -> GrantUnavailable:
+        text, status = self._trouble.text, self._trouble.status
+        refused = status is not None and 400 <= status < 500 and status not in (404, 408, 425, 429)
+        return GrantUnavailable(
+            f"grant {self.name}: {text or why}{self._trouble.last_words()}",
+            status=422 if refused else 502,
+            retryable=not refused,
+            upstream_status=status,
+        )
+
+
+async def open_mcp(grant: McpGrant, client: Client) -> McpTools:
+    """The grant, connected, its tools listed. Raises `GrantUnavailable`: retryable where the server cannot be reached.
+
+    A `stdio` connection is started as it is: whether it may be is judged before (`access`).
+    """
+    tools = McpTools(grant)
+    if isinstance(grant.connection, Stdio):
+        await tools._open(_stdio(grant.name, grant.connection, tools._trouble))
+    else:
+        await tools._open(_streamable_http(grant.connection, client, tools._trouble))
+    return tools
+
+
+# -- transports --------------------------------------------------------------------------------------------------
+
+
+class _Trouble:
+    """What went wrong below MCP, which the SDK sees and does not tell."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.status: int | None = None
+        self.delivery: Delivery | None = None
+        self.log: Any = None
+
+    def clear(self) -> None:
+        self.text, self.status, self.delivery = "", None, None
+
+    def last_words(self) -> str:
+        """The end of what a program wrote to its standard error, for a message."""
+        if self.log is None or self.log.closed:
+            return ""
+        self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - 400))
+        said = self.log.read().decode("utf-8", "replace").strip()
+        return f"; it wrote: {said}" if said else ""
+
+
+@asynccontextmanager
+async def _streamable_http(connection: StreamableHttp, client: Client, trouble: _Trouble) -> AsyncIterator[Any]:
+    inline = connection.url.startswith("inline://")
+    secure = connection.url.startswith("https:")  # to load the authorities takes 0.1 s, and plain HTTP asks for none
+    below = _Inline(client) if inline else httpx2.AsyncHTTPTransport(retries=2, verify=secure)
+    # The SDK knows no inline servers: it is given a name of the same form, and what is below it the real one.
+    url = "http" + connection.url.removeprefix("inline") if inline else connection.url
+    async with (
+        httpx2.AsyncClient(
+            transport=_Watched(below, trouble),
+            headers=connection.headers,
+            timeout=httpx2.Timeout(None, connect=5.0),
+            trust_env=False,
+        ) as http,
+        streamable_http_client(url, http_client=http, max_sse_event_size=64 * 2**20) as streams,
+    ):
+        yield streams
+
+
+@asynccontextmanager
+async def _stdio(name: str, connection: Stdio, trouble: _Trouble) -> AsyncIterator[Any]:
+    environment = {**get_default_environment(), **connection.env}
+    found = shutil.which(connection.command, path=environment.get("PATH"))
+    if found is None:
+        trouble.status, trouble.text = 422, f"{connection.command!r} is no program on this host"
+        raise RuntimeError(trouble.text)
+    parameters = StdioServerParameters(
+        command=sys.executable,
+        args=["-I", "-S", str(Path(guard.__file__)), str(os.getpid()), found, *connection.args],
+        env=connection.env,  # laid over HOME, PATH, USER and the like; nothing else of our environment is passed on
+        cwd=connection.cwd,
+    )
+    with tempfile.TemporaryFile() as said:
+        trouble.log = said
+        async with stdio_client(parameters, errlog=said) as streams:  # type: ignore[arg-type]  # only its number is used
+            try:
+                yield streams
+            finally:
+                trouble.text = trouble.text or trouble.last_words().removeprefix("; ")
+
+
+class _Watched(httpx2.AsyncBaseTransport):
+    """Notes each failure, and gives the SDK a 503 for a transport's, so that it ends the call and not everything."""
+
+    def __init__(self, below: httpx2.AsyncBaseTransport, trouble: _Trouble) -> None:
+        self._below = below
+        self._trouble = trouble
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        try:
+            reply = await self._below.handle_async_request(request)
+            if not reply.headers.get("content-type", "").startswith("text/event-stream"):
+                await reply.aread()
+        except (httpx2.TransportError, TransportError) as error:
+            return self._failed(request, error)
+        if reply.status_code >= 400 and request.method == "POST":
+            info = read_error_body(reply.status_code, _json_of(reply), shorten(reply.text, 500))
+            self._trouble.text = f"{request.url} answered {reply.status_code}: {info.message}"
+            self._trouble.status, self._trouble.delivery = reply.status_code, Delivery.DELIVERED
+        return reply
+
+    def _failed(self, request: httpx2.Request, error: Exception) -> httpx2.Response:
+        if isinstance(error, TransportError):
+            self._trouble.text, self._trouble.delivery = error.message, error.delivery
+        else:
+            early = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout)
+            self._trouble.text = f"{request.url}: {error or type(error).__name__}"
+            self._trouble.delivery = Delivery.NOT_SENT if early else Delivery.POSSIBLY_DELIVERED
+        return httpx2.Response(503, request=request)
+
+    async def aclose(self) -> None:
+        await self._below.aclose()
+
+
+class _Inline(httpx2.AsyncBaseTransport):
+    """HTTP of the SDK, sent to a server of this process."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        peer = self._client.peer(f"inline://{request.url.host}", "resources")
+        headers = {name: value for name, value in request.headers.items() if name not in (*_BODILESS, "host")}
+        body = await request.aread()
+        target = request.url.raw_path.decode("ascii")
+        reply = await peer.request(request.method, target, body=body or None, headers=headers)
+        kept = [(name, value) for name, value in reply.headers.items() if name.lower() not in _BODILESS]
+        return httpx2.Response(reply.status, headers=kept, content=reply.body, request=request)
+
+
+def _json_of(reply: httpx2.Response) -> Any:
+    try:
+        return json.loads(reply.content)
+    except json.NotJson:
+        return None
+
+
+def _text_of(result: CallToolResult) -> str:
+    """What the model reads: the texts, one after the other; of what is no text its kind and size."""
+    parts = [part.text if isinstance(part, TextContent) else _described(part.model_dump()) for part in result.content]
+    if not parts and result.structured_content is not None:
+        return json.dumps(result.structured_content).decode("utf-8")
+    return "\n".join(parts)
+
+
+def _described(part: Mapping[str, Any]) -> str:
+    resource = part.get("resource")
+    if isinstance(resource, Mapping) and isinstance(resource.get("text"), str):
+        return str(resource["text"])
+    data = part.get("data") or part.get("blob")
+    size = f", {len(data)} characters of base64" if isinstance(data, str) else ""
+    return f"[{part.get('type', 'content')}{size}: this agent reads text only]"
+
+
+def _root(error: BaseException) -> str:
+    """The words of the innermost error; task groups wrap them."""
+    while isinstance(error, BaseExceptionGroup) and error.exceptions:
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
