@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, TypeAlias
 
 import msgspec
+
+GRANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+"""What names a grant, uniquely in its session."""
 
 
 class DirectHttpGrant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind", tag="direct_http"):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from toprope.canonical import json
 from toprope.errors.tree import BadRequest, TopropeError
-from toprope.protocol.grants import DirectHttpGrant, Grant, McpGrant, Stdio
+from toprope.protocol.grants import GRANT_NAME, DirectHttpGrant, Grant, McpGrant, Stdio
 from toprope.tools.direct import DirectHttpTools
 from toprope.tools.outcome import GrantUnavailable
 from toprope.tools.outcome import ToolResult as ToolResult
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("toprope.tools")
 
-_GRANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
@@ -140,7 +139,7 @@ class ToolAccess:
 def _check_names(grants: Sequence[Grant]) -> None:
     seen: set[str] = set()
     for grant in grants:
-        if not _GRANT_NAME.fullmatch(grant.name):
+        if not GRANT_NAME.fullmatch(grant.name):
             raise BadRequest(f"tool_accesses: the name {grant.name!r} is not letters, digits, '.', '_', '-'")
         if grant.name in seen:
             raise BadRequest(f"tool_accesses: two grants are named {grant.name!r}")

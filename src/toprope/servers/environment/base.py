@@ -23,6 +23,7 @@ from toprope.http.replay import SAFE
 from toprope.http.reply import Reply, json_reply
 from toprope.http.request import Request
 from toprope.protocol.episode import RunReply, RunRequest
+from toprope.protocol.grants import Grant
 from toprope.servers.environment.episode import Episode, OnSession, Plan, Timeouts
 from toprope.servers.environment.judging import failure_of
 from toprope.servers.environment.participant import SessionReport
@@ -55,6 +56,7 @@ class EnvironmentServer:
     `resources_protocol` is `typed`, or `flat` for an older environment that knows a session by its cookie only.
     `models` are the model servers that the protocol itself calls, by the names in its `models`.
     `tools_peer` is the resources server as the agent reaches it, where that is not as this server does (inline).
+    `further_grants` are given to every agent session as they stand, beside those of the environment's own tools.
     `on_session` hears of each seed reply before the next step, `on_session_closed` of each answered close. Times are in
     seconds. Raises `ConfigError` for settings that leave the agent no time.
     """
@@ -69,6 +71,7 @@ class EnvironmentServer:
         capture: bool = False,
         tools: Sequence[str] = (),
         tools_peer: Peer | None = None,
+        further_grants: Sequence[Grant] = (),
         resources_protocol: str = "typed",
         models: Mapping[str, Peer] | None = None,
         gradable_on_timeout: bool = False,
@@ -106,6 +109,7 @@ class EnvironmentServer:
             capture=capture,
             tools=tuple(tools),
             tools_peer=tools_peer or resources,
+            further_grants=tuple(further_grants),
             gradable_on_timeout=gradable_on_timeout,
             close_reply_optional=close_reply == "optional",
             on_session=self._report,

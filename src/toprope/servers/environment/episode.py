@@ -21,6 +21,7 @@ from toprope.errors.kinds import Kind, Stage
 from toprope.errors.tree import ConfigError, TopropeError
 from toprope.http.client import Peer
 from toprope.protocol.episode import Failure
+from toprope.protocol.grants import Grant
 from toprope.protocol.ids import EpisodeId, TaskId
 from toprope.servers.environment.flat import FlatResources
 from toprope.servers.environment.judging import failure_of
@@ -73,6 +74,7 @@ class Plan:
     capture: bool = False
     tools: tuple[str, ...] = ()
     tools_peer: Peer | None = None
+    further_grants: tuple[Grant, ...] = ()
     gradable_on_timeout: bool = False
     close_reply_optional: bool = False
     on_session: OnSession | None = None

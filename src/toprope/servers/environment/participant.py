@@ -22,7 +22,7 @@ from toprope.http.cookies import merge_cookies
 from toprope.http.replay import BEFORE_DELIVERY, DEDUPLICATED, ReplayPolicy
 from toprope.http.reply import Reply
 from toprope.protocol.episode import Failure
-from toprope.protocol.headers import ACTIVATION, CLOSE_TOKEN, LEASE, PROTOCOL, SESSION
+from toprope.protocol.headers import ACTIVATION, CLOSE_TOKEN, LEASE, PROTOCOL, SESSION, TOOLS
 from toprope.protocol.ids import EpisodeId
 from toprope.servers.environment.judging import accepted, bad_reply, read_object
 
@@ -64,6 +64,7 @@ class Participant:
         self.session_id = mint_session_id()
         self.cookies: dict[str, str] = {}
         self.speaks_protocol = False
+        self.tools_credential: str | None = None
         self.owes_close = True
         self.close_failure: str | None = None
         self._token = mint_close_token()
@@ -85,6 +86,7 @@ class Participant:
         value = read_object(accepted(reply, stage, what), what)
         if value.get(self.door.id_field) != self.session_id:
             raise bad_reply(reply, what, f"has not {self.door.id_field} = {self.session_id!r}{_older(value)}")
+        self.tools_credential = reply.headers.get(TOOLS)
         return value
 
     async def activate(self, number: int, body: Any, *, capture: bool) -> Reply:
@@ -146,8 +148,11 @@ class Participant:
         return self._episode_id.key
 
     def tool_credentials(self) -> tuple[dict[str, str], dict[str, str]]:
-        """Headers and cookies for a grant: with a token registered the session's name alone, which can call tools but
-        neither verify nor close; to a stranger, who knows sessions by cookie only, the cookies."""
+        """Headers and cookies for a grant: the tools-only credential that the seed gave, or else the session's name,
+        which with a token registered can call tools but neither verify nor close; to a stranger, who knows sessions by
+        cookie only, the cookies."""
+        if self.tools_credential is not None:
+            return {TOOLS: self.tools_credential}, {}
         if self.speaks_protocol:
             return {SESSION: self.session_id}, {}
         return {}, dict(self.cookies)

@@ -11,13 +11,13 @@ are and who speaks in between (the protocols), admission, clean-up and what a fa
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from toprope.errors.kinds import Kind, Stage
 from toprope.errors.tree import BadRequest, TopropeError
-from toprope.protocol.grants import DirectHttpGrant, Grant, McpGrant, StreamableHttp
+from toprope.protocol.grants import GRANT_NAME, DirectHttpGrant, Grant, McpGrant, StreamableHttp
 from toprope.servers.environment.episode import DeadlinePassed, Episode
 from toprope.servers.environment.judging import accepted, read_response, read_verdict
 from toprope.servers.environment.participant import Participant
@@ -171,28 +171,34 @@ async def _verify(episode: Episode, resources: Participant, given: TurnInput) ->
 def grants(episode: Episode, resources: Participant, seeded: Mapping[str, Any]) -> list[Grant]:
     """The grants that the configuration asks for. Raises kind grant_unavailable (terminal) for one not offered."""
     found: list[Grant] = []
-    for wanted in episode.plan.tools:
-        if wanted == "direct_http":
-            headers, cookies = resources.tool_credentials()
-            base_url = episode.tools_url()
-            found.append(DirectHttpGrant("environment", base_url, cookies=cookies, headers=headers))
-        else:
-            found.append(_mcp_grant(episode, seeded))
-    return found
+    if "direct_http" in episode.plan.tools:
+        headers, cookies = resources.tool_credentials()
+        if episode.plan.resources.keyed and resources.tools_credential is None:
+            raise _not_offered(
+                "tools: direct_http is asked for, the resources server has an API key, and its seed reply offers no "
+                "credential for tools only; the key itself is never given to an agent"
+            )
+        found.append(DirectHttpGrant("environment", episode.tools_url(), cookies=cookies, headers=headers))
+    taken = {grant.name for grant in (*found, *episode.plan.further_grants)}
+    if "mcp" in episode.plan.tools:
+        found.append(_mcp_grant(episode, seeded, taken))
+    return [*found, *episode.plan.further_grants]
 
 
-def _mcp_grant(episode: Episode, seeded: Mapping[str, Any]) -> McpGrant:
+def _not_offered(why: str) -> TopropeError:
+    return TopropeError(why, kind=Kind.GRANT_UNAVAILABLE, status=422, retryable=False)
+
+
+def _mcp_grant(episode: Episode, seeded: Mapping[str, Any], taken: Collection[str]) -> McpGrant:
     offer = seeded.get("resources_tools")
     if not isinstance(offer, dict) or not isinstance(offer.get("server_name"), str):
-        raise TopropeError(
-            "tools: mcp is asked for, and the seed reply offers no resources_tools",
-            kind=Kind.GRANT_UNAVAILABLE,
-            status=422,
-            retryable=False,
-        )
+        raise _not_offered("tools: mcp is asked for, and the seed reply offers no resources_tools")
+    name = offer["server_name"]
+    if name in taken or not GRANT_NAME.fullmatch(name):
+        name = "environment.mcp"
     url = episode.tools_url(str(offer.get("url_path", "/mcp")))
     headers = offer.get("headers") or {}
-    return McpGrant(offer["server_name"], StreamableHttp(url, {str(k): str(v) for k, v in headers.items()}))
+    return McpGrant(name, StreamableHttp(url, {str(k): str(v) for k, v in headers.items()}))
 
 
 def _observations(closed: Mapping[str, Any]) -> dict[str, Any]:
