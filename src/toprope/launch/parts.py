@@ -17,7 +17,7 @@ from toprope.http.client import Client
 from toprope.launch.config import Configuration
 from toprope.launch.construct import GROUPS, build, find
 from toprope.launch.settings import AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig
-from toprope.launch.strict import Where, shown
+from toprope.launch.strict import Where, nearest, shown
 from toprope.servers.agent.agent import Agent
 from toprope.servers.environment.base import EpisodeProtocol
 from toprope.servers.model.engines.base import Engine
@@ -52,8 +52,16 @@ def build_parts(configuration: Configuration, client: Client) -> Parts:
         elif isinstance(config, AgentConfig):
             agents[name] = _named(config.use, "agent", config.config, where, Agent)
         elif isinstance(config, EnvironmentConfig):
-            protocols[name] = _named(config.use, "environment", {}, where, EpisodeProtocol)
+            protocols[name] = _named(config.use, "environment", config.config, where, EpisodeProtocol)
+            _check_models(protocols[name], configuration, where.at("config"))
     return Parts(engines, environments, agents, protocols)
+
+
+def _check_models(protocol: EpisodeProtocol, configuration: Configuration, where: Where) -> None:
+    models = configuration.named(ModelConfig)
+    for model in protocol.models:
+        if model not in models:
+            raise ConfigError(f"{where}: {shown(model)} names no model server; {nearest(model, models)}.")
 
 
 def _engine(settings: Mapping[str, Any], where: Where, client: Client) -> Engine:

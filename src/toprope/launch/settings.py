@@ -34,6 +34,69 @@ class _Server(msgspec.Struct, frozen=True, kw_only=True):
     api_key: Annotated[str | None, Meta(description="The key that callers must send as a bearer token.")] = None
 
 
+class SandboxLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """`limits` of a sandbox provider: the most that any sandbox of it may use, over all its processes."""
+
+    wall_s: Annotated[PositiveSeconds, Meta(description="Seconds that one run may take.")] = 3600.0
+    cpu_s: Annotated[PositiveSeconds, Meta(description="CPU seconds of one run.")] = 3600.0
+    memory_bytes: Annotated[Count, Meta(description="Memory, temporary files in memory included.")] = 4 * 2**30
+    processes: Annotated[Count, Meta(description="Processes and threads at once.")] = 512
+    output_bytes: Annotated[Count, Meta(description="What a run may print before it is killed.")] = 64 * 2**20
+    file_bytes: Annotated[Count, Meta(description="The largest single file.")] = 2**30
+
+
+class SandboxConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """A sandbox provider, under `sandboxes`. Its name is what grants call it by (`provider_config_ref`)."""
+
+    kind: Annotated[
+        Literal["bubblewrap", "docker", "directory"],
+        Meta(
+            description="`bubblewrap`: namespaces of this kernel. `docker`: containers of an engine on this host. "
+            "`directory`: no isolation, a work directory for code that is trusted."
+        ),
+    ]
+    limits: Annotated[SandboxLimits, Meta(description="The most that any of its sandboxes may use.")] = SandboxLimits()
+    require_limits: Annotated[
+        bool | list[Literal["files", "network", "cpu", "memory", "processes", "output", "wall_time"]] | None,
+        Meta(
+            description="What must be held back here, or nothing starts: `true` for all. Absent: `true`, for "
+            "`directory` nothing."
+        ),
+    ] = None
+    network: Annotated[
+        Literal["none", "model"],
+        Meta(description="What is reachable from inside: nothing, or the one URL of the agent's model server."),
+    ] = "model"
+    lease_s: Annotated[
+        PositiveSeconds | None,
+        Meta(description="Seconds that a sandbox lives at most; absent: as long as its session may."),
+    ] = None
+    reap_every_s: Annotated[PositiveSeconds, Meta(description="How often sandboxes of dead owners are looked for.")] = (
+        30.0
+    )
+    leases: Annotated[
+        str | None,
+        Meta(
+            description="The directory of leases and work directories; absent: one for each user of the host, so that "
+            "any run ends what a dead one left. Servers that lend and borrow need the same."
+        ),
+    ] = None
+    env: Annotated[dict[str, str], Meta(description="Environment variables of every run.")] = {}
+    read_only: Annotated[
+        list[str], Meta(description="Further trees of the host that code inside may read (`bubblewrap`).")
+    ] = []
+    hidden: Annotated[
+        list[str], Meta(description="Trees that code inside finds empty, below those it may read (`bubblewrap`).")
+    ] = []
+    image: Annotated[str | None, Meta(description="The image of a sandbox whose maker names none (`docker`).")] = None
+    engine: Annotated[
+        str | None, Meta(description="URL of the container engine (`docker`); absent: what the environment says.")
+    ] = None
+    control_groups: Annotated[
+        bool, Meta(description="Use control groups where they may be used (`bubblewrap`, `directory`).")
+    ] = True
+
+
 class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True):
     """`limits`: what a model server bounds. The defaults are those of every other server."""
 
@@ -88,6 +151,9 @@ class ResourcesConfig(_Server, frozen=True, kw_only=True):
     ] = None
     config: Annotated[dict[str, Any], Meta(description="The environment's own settings, its keyword arguments.")] = {}
     session_ttl_s: Annotated[PositiveSeconds, Meta(description="Seconds after which an unused session expires.")] = 900
+    sandbox: Annotated[
+        str | None, Meta(description="The provider under `sandboxes` that makes a sandbox for each session.")
+    ] = None
     protocol: Annotated[
         Literal["typed", "flat"],
         Meta(
@@ -110,6 +176,13 @@ class AgentConfig(_Server, frozen=True, kw_only=True):
         str | None, Meta(description="The model server that it calls. Required unless `url` is given.")
     ] = None
     token_id_capture: Annotated[bool, Meta(description="Capture the tokens of this agent's rollouts.")] = False
+    sandbox: Annotated[
+        str | None,
+        Meta(
+            description="The provider under `sandboxes` that makes a sandbox for a session which the environment lends "
+            "none."
+        ),
+    ] = None
     max_steps: Annotated[Count | None, Meta(description="Model calls in one activation, at most.")] = None
     allow_sessionless: Annotated[bool, Meta(description="Serve calls that belong to no session.")] = False
     close_reply: Annotated[
@@ -124,6 +197,13 @@ class EnvironmentConfig(_Server, frozen=True, kw_only=True):
     use: Annotated[str, Meta(description="An entry point of `toprope.protocols`, or `module:Class`.")] = (
         "single_agent_turn"
     )
+    config: Annotated[
+        dict[str, Any],
+        Meta(
+            description="The protocol's own settings; of `interactive`: `user_model` (a model server that plays the "
+            "user), `max_turns`, `stop`, `user_timeout_s`, `user_sampling`."
+        ),
+    ] = {}
     resources: Annotated[str | None, Meta(description="The resources server. Required unless `url` is given.")] = None
     agent: Annotated[str | None, Meta(description="The agent server. Required unless `url` is given.")] = None
     tools: Annotated[
@@ -289,4 +369,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     servers: Annotated[dict[str, Any], Meta(description="The servers by name; `role` says what each is.")]
     run: Annotated[RunConfig | None, Meta(description="What to collect.")] = None
+    sandboxes: Annotated[
+        dict[str, SandboxConfig],
+        Meta(description="Providers of sandboxes by name, for servers that make, lend or borrow one."),
+    ] = {}
     token_id_capture: Annotated[CaptureConfig, Meta(description="Token capture.")] = CaptureConfig()

@@ -261,6 +261,7 @@ class World:
             capture=self.configuration.captured(config.agent),
             tools=config.tools,
             tools_peer=self.reached_by(config.agent, config.resources),
+            models={model: self.peer(model) for model in self.parts.protocols[name].models},
             resources_protocol=resources.protocol if isinstance(resources, ResourcesConfig) else "typed",
             gradable_on_timeout=gradable,
             close_reply=agent.close_reply if isinstance(agent, AgentConfig) else "required",

@@ -132,6 +132,7 @@ class House:
     agent: Part
     server: EnvironmentServer
     speaks: bool = True
+    task: Any = field(default_factory=lambda: TASK)
 
     @property
     def steps(self) -> list[str]:
@@ -140,9 +141,9 @@ class House:
     def calls(self, path: str) -> list[Seen]:
         return [seen for seen in self.log if seen.raw_path.endswith(path)]
 
-    async def run(self, task: Any = TASK, episode: Any = EPISODE) -> Reply:
+    async def run(self, task: Any = None, episode: Any = EPISODE) -> Reply:
         peer = self.client.peer("inline://episode", "environment" if self.speaks else None)
-        return await peer.request("POST", "/run", body={"episode_id": episode, "task": task})
+        return await peer.request("POST", "/run", body={"episode_id": episode, "task": task or self.task})
 
     async def failure(self) -> dict[str, Any]:
         """Run once and return the failure, having checked that there is no result."""
@@ -174,7 +175,8 @@ async def make_house() -> AsyncIterator[Callable[..., Any]]:
             client.register("inline://agent", agent)
             server = EnvironmentServer(
                 name="episode",
-                protocol=SingleAgentTurn(),
+                protocol=options.pop("protocol", None) or SingleAgentTurn(),
+                models={name: client.peer(f"inline://{name}", "model") for name in options.pop("models", ())},
                 resources=client.peer(options.pop("resources_url", "inline://resources"), "resources"),
                 agent=client.peer(options.pop("agent_url", "inline://agent"), "agent"),
                 **options,

@@ -112,7 +112,7 @@ async def finish(episode: Episode, opened: Opened, given: TurnInput, late: Deadl
     if late is not None and not episode.plan.gradable_on_timeout:
         raise late  # the clean-up stops the agent, and brings what it had so far
     closed = await _close_agent(episode, opened, late)
-    if late is not None and episode.answering:
+    if late is not None and (episode.answering or episode.partial_response is None):
         episode.stage = Stage.AGENT
         raise late
     cookies = closed.get("resources_cookies")
