@@ -37,8 +37,8 @@ class Ledger(Environment):
     @tool
     def transfer(self, state: dict[str, int], source: str, target: str, amount: int) -> str:
         """Move money from one account to another."""
-        if amount <= 0 or amount > self.balance(state, source):
-            raise ToolError(f"{source} holds {state[source]}: {amount} cannot be moved")
+        if not 0 < amount <= (held := self.balance(state, source)):
+            raise ToolError(f"{source} holds {held}: {amount} cannot be moved")
         state[target] = self.balance(state, target) + amount
         state[source] -= amount
         return f"{source}: {state[source]}, {target}: {state[target]}"

@@ -1,0 +1,272 @@
+"""The conformance suite for environments: each deliberately broken environment fails the check that is about it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from toprope.errors.tree import ToolError
+from toprope.protocol.episode import Task
+from toprope.protocol.ids import TaskId
+from toprope.servers.resources.environment import Environment
+from toprope.testing.environment_kit import sample_arguments
+from toprope.testing.environment_suite import CHECKS, Finding, check_environment, findings
+from toprope.tools.spec import tool
+
+
+def task(number: int, **params: Any) -> Task:
+    given = {"responses_create_params": {"input": "go", **params}, "task_data": {"goal": number}}
+    return Task(TaskId("counter", str(number)), given)
+
+
+class Counter(Environment):
+    """One that keeps every promise."""
+
+    def seed(self, task: dict[str, Any]) -> dict[str, int]:
+        return {"n": 0}
+
+    @tool
+    def add(self, state: dict[str, int], n: int) -> int:
+        """Add n."""
+        if n < 0:
+            raise ToolError("not less than nothing")
+        state["n"] += n
+        return state["n"]
+
+    def verify(self, state: dict[str, int], task: dict[str, Any], response: dict[str, Any]) -> float:
+        return float(state["n"] == task["goal"])
+
+    def release(self, state: dict[str, int]) -> None:
+        state.clear()
+
+    def tasks(self, size: int, seed: int) -> Iterable[Task]:
+        return [task(number, tools=self.tool_list()) for number in range(size)]
+
+
+class OneStateForAll(Counter):
+    shared: dict[str, int] = {}  # noqa: RUF012
+
+    def seed(self, task: dict[str, Any]) -> dict[str, int]:
+        self.shared["n"] = 0
+        return self.shared
+
+    def release(self, state: dict[str, int]) -> None:
+        pass
+
+
+class CountsInTheClass(Counter):
+    """Each session has its own state, and the tool uses another."""
+
+    total = 0
+
+    @tool
+    def add(self, state: dict[str, int], n: int) -> int:
+        """Add n."""
+        CountsInTheClass.total += abs(n)
+        return CountsInTheClass.total
+
+
+class ToolWithoutWords(Counter):
+    @tool
+    def silent(self, state: dict[str, int]) -> int:
+        return 1
+
+
+class ToolThatBreaks(Counter):
+    @tool
+    def look_up(self, state: dict[str, int], name: str) -> int:
+        """Look a name up."""
+        return {"n": 1}[name]
+
+
+class ToolThatReturnsNoJson(Counter):
+    @tool
+    def things(self, state: dict[str, int]) -> Any:
+        """Give a set of things."""
+        return {object()}
+
+
+class VerdictByChance(Counter):
+    numbers = itertools.count()
+
+    def verify(self, state: dict[str, int], task: dict[str, Any], response: dict[str, Any]) -> float:
+        return float(next(self.numbers))
+
+
+class VerifySpendsItsState(Counter):
+    def verify(self, state: dict[str, int], task: dict[str, Any], response: dict[str, Any]) -> float:
+        state["n"] += 1
+        return float(state["n"])
+
+
+class VerifyNeedsAnAnswer(Counter):
+    def verify(self, state: dict[str, int], task: dict[str, Any], response: dict[str, Any]) -> float:
+        return float(response["output"][-1]["content"] == "done")
+
+
+class RewardIsNotANumber(Counter):
+    def verify(self, state: dict[str, int], task: dict[str, Any], response: dict[str, Any]) -> float:
+        return float("nan")
+
+
+class ReleaseThatRaises(Counter):
+    def release(self, state: dict[str, int]) -> None:
+        raise OSError("cannot")
+
+
+class SeedThatFails(Counter):
+    def seed(self, task: dict[str, Any]) -> dict[str, int]:
+        raise ConnectionError("nobody there")
+
+
+class TasksThatDiffer(Counter):
+    numbers = itertools.count()
+
+    def tasks(self, size: int, seed: int) -> Iterable[Task]:
+        return [task(next(self.numbers)) for _ in range(size)]
+
+
+class TasksThatAreNoJson(Counter):
+    def tasks(self, size: int, seed: int) -> Iterable[Task]:
+        return [
+            Task(TaskId("t", str(n)), {"responses_create_params": {"input": "x"}, "at": (1, n)}) for n in range(size)
+        ]
+
+
+class TasksOfOneName(Counter):
+    def tasks(self, size: int, seed: int) -> Iterable[Task]:
+        return [task(1)] * size
+
+
+class TasksThatOfferWhatIsNotThere(Counter):
+    def tasks(self, size: int, seed: int) -> Iterable[Task]:
+        tools = [{"type": "function", "name": "subtract", "parameters": {"type": "object", "properties": {}}}]
+        return [task(number, tools=tools) for number in range(size)]
+
+
+class TasksThatOfferAnArgumentTooMany(Counter):
+    def tasks(self, size: int, seed: int) -> Iterable[Task]:
+        tools = [{"type": "function", "name": "add", "parameters": {"type": "object", "properties": {"m": {}}}}]
+        return [task(number, tools=tools) for number in range(size)]
+
+
+READ = "tasks_are_json_and_the_same_for_a_seed"
+BROKEN: dict[Callable[[], Environment], str] = {
+    OneStateForAll: "sessions_by_the_dozen_are_each_their_own",
+    CountsInTheClass: "sessions_do_not_see_each_other",
+    ToolWithoutWords: "tools_are_described",
+    ToolThatBreaks: "tools_answer_whatever_their_schema_allows",
+    ToolThatReturnsNoJson: "tools_answer_whatever_their_schema_allows",
+    VerdictByChance: "equal_sessions_get_equal_verdicts",
+    VerifySpendsItsState: "equal_sessions_get_equal_verdicts",
+    VerifyNeedsAnAnswer: "an_agent_that_does_nothing_gets_a_verdict",
+    RewardIsNotANumber: "an_agent_that_does_nothing_gets_a_verdict",
+    ReleaseThatRaises: "a_release_that_failed_is_called_again",
+    SeedThatFails: "equal_seeds_allocate_once",
+    TasksThatDiffer: READ,
+    TasksThatAreNoJson: READ,
+    TasksOfOneName: READ,
+    TasksThatOfferWhatIsNotThere: "tasks_offer_the_tools_that_are_served",
+    TasksThatOfferAnArgumentTooMany: "tasks_offer_the_tools_that_are_served",
+}
+
+
+@pytest.mark.promise("EP-15")
+async def test_an_environment_that_keeps_every_promise_has_no_finding() -> None:
+    assert await check_environment(Counter) == []
+    assert await check_environment(Counter(), tasks=[task(1), task(2)]) == []
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+async def test_a_broken_environment_fails_the_check_that_is_about_it(broken: Callable[[], Environment]) -> None:
+    found = await check_environment(broken, timeout_s=20)
+    assert BROKEN[broken] in {finding.check for finding in found}, found
+    assert all(finding.problem for finding in found)
+
+
+async def test_every_check_can_fail() -> None:
+    """Two are about the server around the environment, and are shown with one that has a leak of its own."""
+
+    class SeedsTwice(Counter):
+        """An author who calls `seed` again by himself, as a retry of his own would."""
+
+        async def seed(self, task: dict[str, Any]) -> dict[str, int]:
+            if asyncio.current_task() is not None and not task.get("again"):
+                return dict(await vars(self)["seed"]({**task, "again": True}))
+            return {"n": 0}
+
+    by_server = {
+        "a_lost_reply_leaves_nothing_open",
+        "a_close_during_its_seed_releases_what_the_seed_took",
+        "equal_seeds_allocate_once",
+    }
+    found = {finding.check for finding in await check_environment(SeedsTwice)}
+    assert by_server <= found
+    tokens = {finding.check for finding in await check_environment(RewardIsNotANumber)}
+    wrong = {finding.check for finding in await check_environment(VerifyNeedsAnAnswer)}
+    caught = set(BROKEN.values()) | found | tokens | wrong
+    assert set(CHECKS) <= caught
+
+
+async def test_an_environment_that_declares_chance_is_not_held_to_equal_verdicts() -> None:
+    class Honest(VerdictByChance):
+        deterministic = False
+
+    assert await check_environment(Honest) == []
+
+
+async def test_without_tasks_it_says_what_is_missing() -> None:
+    class Bare(Environment):
+        def verify(self, state: None, task: dict[str, Any], response: dict[str, Any]) -> float:
+            return 0.0
+
+    (finding,) = await check_environment(Bare)
+    assert finding == Finding(READ, "it makes no tasks of its own; give the suite a file of tasks")
+    assert await check_environment(Bare, tasks=[task(1)]) == []
+
+
+async def test_a_check_that_never_ends_is_a_finding_and_the_others_go_on() -> None:
+    class Hangs(Counter):
+        async def verify(self, state: Any, task: dict[str, Any], response: dict[str, Any]) -> float:
+            await asyncio.Event().wait()
+            return 0.0
+
+    found = await check_environment(Hangs, timeout_s=0.05)
+    assert "it did not end within 0.05 s" in {finding.problem for finding in found}
+    assert "tools_are_described" not in {finding.check for finding in found}
+
+
+def test_the_environment_is_as_it_was_when_the_suite_is_done_and_no_loop_is_needed() -> None:
+    counter = Counter()
+    assert findings(counter) == []
+    assert vars(counter) == {}
+
+
+def test_the_suite_needs_no_test_framework() -> None:
+    code = "import sys, toprope.testing.environment_suite; assert not {'pytest', 'hypothesis'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_sample_arguments_are_valid_and_cover_the_kinds_of_a_schema() -> None:
+    schema = {
+        "type": "object",
+        "$defs": {"Point": {"type": "object", "properties": {"x": {"type": "number"}}, "required": ["x"]}},
+        "properties": {
+            "n": {"type": "integer", "minimum": 3, "maximum": 5},
+            "kind": {"enum": ["a", "b"]},
+            "at": {"$ref": "#/$defs/Point"},
+            "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "many": {"type": "array", "items": {"type": "boolean"}},
+        },
+        "required": ["n", "kind", "at"],
+    }
+    first, *others = sample_arguments(schema)
+    assert first == {"n": 3, "kind": "a", "at": {"x": 1.0}, "maybe": "x", "many": [True]}
+    assert [each["n"] for each in others] == [3, 5]
+    assert all(set(each) == {"n", "kind", "at"} for each in others)
