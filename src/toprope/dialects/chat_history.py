@@ -34,11 +34,17 @@ _READ_OF_ASSISTANT = frozenset(
 )
 
 
-def items_from_messages(messages: Sequence[Any], where: str = "messages") -> tuple[Item, ...]:
-    """Chat messages as Responses items. Raises `BadRequest` naming the message that is none."""
+def items_from_messages(
+    messages: Sequence[Any], where: str = "messages", *, first: int = 0, open_calls: list[str] | None = None
+) -> tuple[Item, ...]:
+    """Chat messages as Responses items. Raises `BadRequest` naming the message that is none.
+
+    A history may be read in parts: `first` is the place of the first message, `open_calls` the ids of the calls before
+    it that have no answer yet. That list is brought up to date, whoever goes on reading gives it again.
+    """
     items: list[Item] = []
-    open_calls: list[str] = []
-    for index, message in enumerate(messages):
+    open_calls = [] if open_calls is None else open_calls
+    for index, message in enumerate(messages, first):
         place = f"{where}[{index}]"
         if not isinstance(message, dict):
             raise refuse(place, message, "an object with a role")
@@ -230,7 +236,9 @@ def _join(turn: Message | None, item: Item, kind: Any, reasoning_field: str, mes
     if kind == "reasoning":
         if turn is None or reasoning_field in turn or turn["content"] is not None or "tool_calls" in turn:
             turn = _begin(messages)
-        turn[reasoning_field] = reasoning_text(item)
+        thought = reasoning_text(item)
+        if thought:  # a sealed one says nothing to another provider
+            turn[reasoning_field] = thought
     elif kind == "message":
         if turn is None or turn["content"] is not None or "tool_calls" in turn:
             turn = _begin(messages)

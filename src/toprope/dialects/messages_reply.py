@@ -105,15 +105,18 @@ def stop_reason(reply: PivotReply) -> StopReason:
     return "tool_use" if called and reply.finish_reason == "stop" else _STOP[reply.finish_reason]
 
 
-def messages_usage(usage: Usage) -> dict[str, int]:
+def messages_usage(usage: Usage) -> dict[str, Any]:
     """Counts as integers, unknown ones 0. As in the API, tokens read from a cache are not among `input_tokens`."""
     cached = usage.cached_tokens or 0
-    return {
+    counts: dict[str, Any] = {
         "input_tokens": max((usage.input_tokens or 0) - cached, 0),
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": cached,
         "output_tokens": usage.output_tokens or 0,
     }
+    if usage.reasoning_tokens is not None:
+        counts["output_tokens_details"] = {"thinking_tokens": usage.reasoning_tokens}
+    return counts
 
 
 def signature_of(item: Item) -> str:
