@@ -15,6 +15,7 @@ import msgspec
 
 from toprope.errors.tree import ConfigError
 from toprope.http.peer import read_base_url
+from toprope.launch.grants import check_agent, check_grants, check_resources
 from toprope.launch.load import load_values
 from toprope.launch.settings import (
     ROLES,
@@ -133,12 +134,15 @@ def _check_server(configuration: Configuration, name: str, server: ServerConfig,
     for key in required[type(server)]:
         if not getattr(server, key):
             raise ConfigError(f"{where.at(key)}: this key is required unless `url` says where the server runs.")
+    if isinstance(server, ResourcesConfig):
+        check_resources(server, where)
     if isinstance(server, AgentConfig):
+        check_agent(server, where)
         _reference(configuration, server.model, ModelConfig, where.at("model"))
     if isinstance(server, EnvironmentConfig):
         _reference(configuration, server.resources, ResourcesConfig, where.at("resources"))
         _reference(configuration, server.agent, AgentConfig, where.at("agent"))
-        _check_grants(configuration, server, where.at("tools"))
+        check_grants(configuration.servers, server, where)
 
 
 def _check_url(url: str, where: Where) -> None:
@@ -149,20 +153,6 @@ def _check_url(url: str, where: Where) -> None:
     except ValueError as error:
         reason = f"is no URL of a server: {error}"
     raise ConfigError(f"{where}: {shown(url)} {reason}; accepted: http://host:port or https://host, with a path.")
-
-
-def _check_grants(configuration: Configuration, server: EnvironmentConfig, where: Where) -> None:
-    resources = configuration.servers[server.resources or ""]
-    if "mcp" in server.tools and resources.url is None:
-        raise ConfigError(
-            f"{where}: 'mcp' needs a resources server that offers its tools over MCP, and {server.resources!r}, which "
-            "is started here, does not yet; accepted: direct_http, or a resources server elsewhere (`url`) that does."
-        )
-    if server.tools and resources.api_key is not None:
-        raise ConfigError(
-            f"{where}: the resources server {server.resources!r} has an `api_key`, and a grant cannot "
-            "carry a credential for tools only yet; accepted: tools: [], or a resources server without a key."
-        )
 
 
 def _check_sampling(sampling: Mapping[str, Any], where: Where) -> None:

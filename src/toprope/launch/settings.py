@@ -140,6 +140,35 @@ class ModelConfig(_Server, frozen=True, kw_only=True):
     workers: Annotated[Count, Meta(description="Worker processes. Only 1 is there yet.")] = 1
 
 
+class StdioProgram(msgspec.Struct, frozen=True, kw_only=True):
+    """`mcp_stdio`: a program that a grant may have the agent start, exactly as it stands here."""
+
+    command: Annotated[str, Meta(min_length=1, description="The program.")]
+    args: Annotated[list[str], Meta(description="Its arguments.")] = []
+    env: Annotated[dict[str, str], Meta(description="Variables set beside PATH, HOME, USER and the like.")] = {}
+    cwd: Annotated[str | None, Meta(description="The directory that it starts in; absent: the agent's.")] = None
+
+
+class McpServer(msgspec.Struct, frozen=True, kw_only=True):
+    """`mcp_servers`: an MCP server that the agent is given beside the environment's own tools."""
+
+    url: Annotated[str | None, Meta(description="Where it serves streamable HTTP.")] = None
+    headers: Annotated[dict[str, str], Meta(description="Headers of each request to `url`.")] = {}
+    command: Annotated[
+        str | None, Meta(description="Or the program to start for each session; the agent's `mcp_stdio` must list it.")
+    ] = None
+    args: Annotated[list[str], Meta(description="Its arguments.")] = []
+    env: Annotated[dict[str, str], Meta(description="Its variables.")] = {}
+    cwd: Annotated[str | None, Meta(description="Its directory.")] = None
+    required: Annotated[
+        bool, Meta(description="`false`: where it cannot be had the agent works without it, and the row says so.")
+    ] = True
+
+    def __post_init__(self) -> None:
+        if (self.url is None) == (self.command is None):
+            raise ValueError("an MCP server has either a `url` or a `command`")
+
+
 class ResourcesConfig(_Server, frozen=True, kw_only=True):
     """`role: resources`: the environment proper, with its tools, state and verifier."""
 
@@ -151,6 +180,13 @@ class ResourcesConfig(_Server, frozen=True, kw_only=True):
     ] = None
     config: Annotated[dict[str, Any], Meta(description="The environment's own settings, its keyword arguments.")] = {}
     session_ttl_s: Annotated[PositiveSeconds, Meta(description="Seconds after which an unused session expires.")] = 900
+    mcp: Annotated[
+        bool | None,
+        Meta(
+            description="Serve the tools over MCP too, at `/mcp` (needs the extra `mcp`); absent: if an environment of "
+            "this file grants them so."
+        ),
+    ] = None
     sandbox: Annotated[
         str | None, Meta(description="The provider under `sandboxes` that makes a sandbox for each session.")
     ] = None
@@ -185,6 +221,13 @@ class AgentConfig(_Server, frozen=True, kw_only=True):
     ] = None
     max_steps: Annotated[Count | None, Meta(description="Model calls in one activation, at most.")] = None
     allow_sessionless: Annotated[bool, Meta(description="Serve calls that belong to no session.")] = False
+    mcp_stdio: Annotated[
+        list[str | StdioProgram],
+        Meta(
+            description="The only programs that a grant may have this agent start, as MCP servers over stdio: command "
+            "lines, or `{command, args, env, cwd}`."
+        ),
+    ] = []
     close_reply: Annotated[
         Literal["required", "optional"],
         Meta(description="`optional`: verify also when the close of its session stays without an answer."),
@@ -209,10 +252,13 @@ class EnvironmentConfig(_Server, frozen=True, kw_only=True):
     tools: Annotated[
         list[Literal["direct_http", "mcp"]],
         Meta(
-            description="How the agent is given the environment's tools; none by default. `mcp` is for a resources "
-            "server elsewhere that offers it: ours do not yet."
+            description="How the agent is given the environment's tools: as HTTP routes, over MCP (needs the extra "
+            "`mcp`), or both; none by default."
         ),
     ] = []
+    mcp_servers: Annotated[
+        dict[str, McpServer], Meta(description="Further MCP servers that the agent is given, by the name of the grant.")
+    ] = {}
     gradable_on_timeout: Annotated[
         bool | None,
         Meta(description="Verify the partial output of an agent that ran out of time; absent: as its class says."),

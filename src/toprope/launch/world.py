@@ -22,6 +22,7 @@ from toprope.http.client import Client, Peer, Role
 from toprope.launch.config import Configuration
 from toprope.launch.construct import find
 from toprope.launch.elsewhere import ask_elsewhere
+from toprope.launch.grants import further_grant, stdio_programs
 from toprope.launch.parts import Parts
 from toprope.launch.settings import ROLES, AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig, ServerConfig
 from toprope.launch.stores import Custody, open_custody
@@ -228,8 +229,15 @@ class World:
             environment=self.parts.environments[name],
             signing_key=self._key,
             session_ttl_s=config.session_ttl_s,
+            mcp=self._offers_mcp(name, config),
             api_key=config.api_key,
         ).app
+
+    def _offers_mcp(self, name: str, config: ResourcesConfig) -> bool:
+        if config.mcp is not None:
+            return config.mcp
+        environments = self.configuration.named(EnvironmentConfig).values()
+        return any("mcp" in environment.tools and environment.resources == name for environment in environments)
 
     def _agent(self, name: str, config: AgentConfig) -> ServerApp:
         assert config.model is not None
@@ -241,6 +249,7 @@ class World:
             signing_key=self._key,
             allow_sessionless=config.allow_sessionless,
             max_steps=config.max_steps,
+            mcp_stdio=stdio_programs(config),
             api_key=config.api_key,
         ).app
 
@@ -261,6 +270,7 @@ class World:
             capture=self.configuration.captured(config.agent),
             tools=config.tools,
             tools_peer=self.reached_by(config.agent, config.resources),
+            further_grants=[further_grant(name, server) for name, server in config.mcp_servers.items()],
             models={model: self.peer(model) for model in self.parts.protocols[name].models},
             resources_protocol=resources.protocol if isinstance(resources, ResourcesConfig) else "typed",
             gradable_on_timeout=gradable,
