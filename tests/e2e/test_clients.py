@@ -129,8 +129,6 @@ async def test_the_library_repeats_what_may_pass_and_obeys_a_refusal():
         with pytest.raises(openai.AuthenticationError, match="bad key"):
             await client.responses.create(model="m", input="secret")
         assert engine.calls == 1
-        with pytest.raises(openai.BadRequestError, match="stream"):
-            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "x"}], stream=True)
         with pytest.raises(openai.InternalServerError, match="busy"):
             await client.with_options(max_retries=1).responses.create(model="m", input="busy")
         assert engine.calls == 3

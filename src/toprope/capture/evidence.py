@@ -27,9 +27,9 @@ class CallEvidence:
 
     `request_items` and `output_items` are Responses items, the latter without token arrays. `tokens` may be anything
     an engine gave, `token_fault` says why they are missing or not to be trusted, `usage_output_tokens` is the engine's
-    own count (None: unknown). `client_gone`: nobody may have read the reply. `asked`: the marks of `request_items`, from
-    whoever has them; the items are not looked at then. `reply` is what else the reply needs when
-    it is given once more from the record. The arrays of `tokens` become read-only.
+    own count (None: unknown). `client_gone`: nobody may have read the reply. `asked`: the marks of `request_items`,
+    from whoever has them; the items are not looked at then. `reply` is what else the reply needs when it is given once
+    more from the record. The arrays of `tokens` become read-only.
     """
 
     key: str

@@ -50,6 +50,9 @@ log = logging.getLogger(__name__)
 _MAX_ROLLOUTS = 16_384
 """Rollouts in the index: several times what one process runs at once; an empty one is about 3 KB."""
 
+_NOTHING_SAMPLED = ("replay_of:", "waited_for:", "not_sent")
+"""Aborts of calls that never went upstream: no part of a turn of theirs can stand in a later request."""
+
 OnCaptureError = Literal["mask", "fail"]
 
 
@@ -280,7 +283,7 @@ class Recorder:
         return record_of(call, tokens, choice, chain, self._clock())
 
     async def _abort(self, key: str, call_id: str, reason: str, marks: tuple[str, ...]) -> None:
-        if not reason.startswith("replay_of:"):
+        if not reason.startswith(_NOTHING_SAMPLED):
             self._note_unrecorded(key, marks)
         if self._aborting is None:
             return

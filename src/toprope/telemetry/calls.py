@@ -23,7 +23,8 @@ class ModelCallRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=F
     `rollout_id` is the capture key, None for a call without identity. `status` is what the client got. `error` is the
     kind of the failure. `losses` names what the request held and the engine's dialect could not carry.
     `client_session_id` is the client's own `X-Session-ID` beside a key. `time_to_first_token` is in seconds after
-    `started`, known for streams only.
+    `started`, known for streams only. `client_gone`: the client left before its reply was sent whole; status 499 is
+    that of a call which was stopped for it. `replay_of` names the recorded call that a retry was answered from.
     """
 
     call_id: str
@@ -46,6 +47,8 @@ class ModelCallRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=F
     client_session_id: str | None = None
     retry_count: int | None = None
     losses: tuple[str, ...] = ()
+    client_gone: bool = False
+    replay_of: str | None = None
 
 
 _encoder = msgspec.json.Encoder()

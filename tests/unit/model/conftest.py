@@ -34,6 +34,17 @@ class Notebook:
     async def abort(self, key, call_id, reason, *, request_items=()):
         self.events.append(("abort", key, call_id, reason))
 
+    readable = False
+
+    def shares(self, key):
+        return False
+
+    async def journal(self, key):
+        return ()
+
+    async def recorded(self, key, since=0):
+        return ()
+
     async def incomplete(self, key, call_id, reason):
         self.events.append(("incomplete", key, call_id, reason))
 

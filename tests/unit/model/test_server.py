@@ -96,7 +96,7 @@ async def test_a_captured_call_goes_through_its_steps_in_order(serve, notebook, 
 
     async with serve(Mine, engine=ScriptedEngine(script=script), recorder=notebook) as (peer, server):
         reply = await peer.request("POST", CAPTURED + path, body=body)
-        assert [event[0] for event in notebook.events] == ["before", "begin", "engine", "record", "after"]
+        assert [event[0] for event in notebook.events] == ["begin", "before", "engine", "record", "after"]
         (evidence,) = notebook.evidence
         assert (evidence.key, evidence.response_id) == ("4-2", reply.json()["id"])
         assert evidence.tokens is not None
@@ -185,7 +185,8 @@ async def test_a_captured_call_whose_client_left_is_recorded_in_full(serve, note
             await asyncio.gather(call, return_exceptions=True)
         await asyncio.wait_for(notebook.recorded.wait(), 10)
         assert cancelled == ["4-3"]
-        assert [event[0] for event in notebook.events] == ["begin", "record"]
+        assert [event[0] for event in notebook.events] == ["begin", "abort", "record"]
+        assert (notebook.events[1][3], notebook.evidence[0].client_gone) == ("client_gone", True)
 
 
 async def test_the_intent_holds_what_a_retry_is_known_by(serve, notebook):
@@ -194,7 +195,8 @@ async def test_the_intent_holds_what_a_retry_is_known_by(serve, notebook):
         body = json.dumps(RESPONSES).encode()
         await peer.request("POST", CAPTURED + "/v1/responses", body=body, headers=headers)
     intent = notebook.events[0][3]
-    assert (intent.request_digest, intent.retry_count) == (digest_bytes(body), 2)
+    assert (intent.request_digest, intent.retry_count) == (f"{digest_bytes(body)}/responses", 2)
+    assert notebook.evidence[0].request_digest == digest_bytes(body)
 
 
 @pytest.mark.promise("MS-11")
@@ -246,15 +248,6 @@ async def test_tokens_stand_in_a_reply_only_for_a_caller_that_asks(serve, notebo
         assert bearer["prompt_token_ids"] == notebook.evidence[0].tokens.prompt_token_ids.tolist()
     async with serve(return_token_ids=True) as (peer, _):
         assert b"generation_log_probs" in (await peer.request("POST", path, body=body)).body
-
-
-async def test_a_stream_is_refused_in_words_and_never_answered_plain(serve):
-    async with serve() as (peer, server):
-        reply = await peer.request("POST", "/v1/chat/completions", body={**CHAT, "stream": True})
-        assert reply.status == 400
-        assert "stream" in reply.json()["error"]["message"]
-        assert reply.headers["x-should-retry"] == "false"
-        assert server.engine.calls == 0
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toprope.servers.model.engines.base import Dialect
+from toprope.servers.model.retries import request_tag
 from toprope.wire.responses import ResponsesRequest
 
 
@@ -17,8 +18,9 @@ class ModelCall:
     `request` is the pivot form and `body` what the client sent; both come from one parse. `rollout_id` is the capture
     key, None without identity. `session` is the `X-Session-ID` to use upstream, `client_session_id` the client's own.
     `want_tokens` says that ids are needed, `include_tokens` that the caller asked to get them; `request_digest` is the
-    SHA-256 of the body's bytes; `retry_count` is the client library's, None where it does not count. `started` is in
-    seconds since 1970.
+    SHA-256 of the body's bytes; `retry_count` is the client library's, None where it does not count, and
+    `idempotency_key` the client's own. `began_under` is the version of the weights at that moment, `losses` what was
+    lost of the request while it was read. `started` is in seconds since 1970.
     """
 
     call_id: str
@@ -32,12 +34,25 @@ class ModelCall:
     client_session_id: str | None = None
     include_tokens: bool = False
     retry_count: int | None = None
+    idempotency_key: str | None = None
+    began_under: str | None = None
+    losses: tuple[str, ...] = ()
     started: float = 0.0
 
     @property
     def want_tokens(self) -> bool:
         """Whether the engine must return ids and logprobs."""
         return self.captured or self.include_tokens
+
+    @property
+    def stream(self) -> bool:
+        """Whether the client reads a stream."""
+        return self.request.stream
+
+    @property
+    def tag(self) -> str:
+        """What a repeat of this request is known by."""
+        return request_tag(self.request_digest, self.dialect, self.idempotency_key)
 
     @property
     def reply_id(self) -> str:

@@ -5,21 +5,27 @@ Left to others: parents, judging ids, durability (`toprope.capture.recorder`).
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toprope.capture.protocols import Intent
 from toprope.capture.recorder import CallEvidence, Recorder
 from toprope.correlation.context import RolloutContext
 from toprope.dialects.pivot import has_media, request_items, sampling_of
 from toprope.errors.kinds import Kind
-from toprope.errors.tree import Forbidden, ModelContextLength, TopropeError
+from toprope.errors.tree import Forbidden, ModelContextLength, RefusedError, TopropeError
 from toprope.servers.model.call import ModelCall
 from toprope.servers.model.engines.base import EngineReply, LogprobsMode
+from toprope.servers.model.replies import reply_details
+from toprope.tokens.entry import WeightSpan
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+log = logging.getLogger(__name__)
 
 _begun: ContextVar[list[str] | None] = ContextVar("toprope_model_calls_begun", default=None)
 """The calls that the running request has put under custody, so that an answer made beside it is noticed."""
@@ -32,6 +38,7 @@ class Custody:
         self._recorder = recorder
         self._server = server
         self._logprobs_mode = logprobs_mode
+        self._warned = False
 
     def require(self) -> Recorder:
         """The recorder. Raises `Forbidden` where there is none: a captured call must not pass unrecorded."""
@@ -48,11 +55,7 @@ class Custody:
             begun = _begun.get()
             if begun is not None:
                 begun.append(call.call_id)
-            intent = Intent(
-                stream=bool(call.request.stream),
-                request_digest=call.request_digest,
-                retry_count=call.retry_count or 0,
-            )
+            intent = Intent(stream=call.stream, request_digest=call.tag, retry_count=call.retry_count or 0)
             await self.require().begin(call.rollout_id, call.call_id, intent=intent)
 
     async def abort(self, call: ModelCall, reason: str) -> None:
@@ -61,10 +64,20 @@ class Custody:
             items = request_items(call.request)
             await self.require().abort(call.rollout_id, call.call_id, reason, request_items=items)
 
-    async def record(self, call: ModelCall, made: EngineReply, response_id: str) -> None:
+    async def record(
+        self,
+        call: ModelCall,
+        made: EngineReply,
+        response_id: str,
+        *,
+        client_gone: bool = False,
+        weights: tuple[WeightSpan, ...] = (),
+    ) -> None:
         """On return the call is durable, or the rollout is marked incomplete with the reason."""
         if not call.captured or call.rollout_id is None:
             return
+        sampling = sampling_of(call.request)
+        self._warn_of_raw(sampling)
         await self.require().record(
             CallEvidence(
                 key=call.rollout_id,
@@ -77,13 +90,32 @@ class Custody:
                 usage_output_tokens=made.usage.output_tokens,
                 finish_reason=made.finish_reason,
                 response_id=response_id,
-                sampling=sampling_of(call.request),
+                sampling=sampling,
                 request_digest=call.request_digest,
                 logprobs_mode=self._logprobs_mode,
                 dialect=call.dialect,
                 media=has_media(call.request),
+                client_gone=client_gone,
+                weight_versions=weights,
+                reply=reply_details(made),
             )
         )
+
+    def _warn_of_raw(self, sampling: Mapping[str, Any]) -> None:
+        """Say once that the recorded logprobs are not those of the policy that sampled."""
+        if self._logprobs_mode != "raw" or self._warned:
+            return
+        shaped = {n: sampling[n] for n in ("temperature", "top_p") if sampling.get(n, 1) != 1}
+        if sampling.get("top_k", -1) not in (-1, 0):
+            shaped["top_k"] = sampling["top_k"]
+        if shaped:
+            self._warned = True
+            said = ", ".join(f"{name} {value}" for name, value in shaped.items())
+            log.warning(
+                "%s: sampled with %s, but the engine's logprobs are raw: they differ from the behaviour policy's",
+                self._server,
+                said,
+            )
 
     @staticmethod
     @contextmanager
@@ -102,8 +134,8 @@ class Custody:
 
 
 def abort_reason(error: BaseException) -> str:
-    """Why a call ended without a reply. A prompt that outgrew the context ends the trajectory."""
-    if isinstance(error, ModelContextLength):
+    """Why a call ended without a reply. A prompt that outgrew the context, or our refusal, ends the trajectory."""
+    if isinstance(error, ModelContextLength | RefusedError):
         return f"truncated:{error.kind}"
     if isinstance(error, TopropeError):
         return f"upstream:{error.kind}"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from toprope.correlation.context import current_rollout
 from toprope.dialects.errors import error_status
 from toprope.errors.body import as_toprope_error
+from toprope.errors.kinds import Kind
 from toprope.http.request import Request
 from toprope.protocol.headers import CLIENT_SESSION
 from toprope.servers.model.call import ModelCall
@@ -22,8 +24,46 @@ class CallNotes:
         self._server = server
         self._clock = clock
 
-    def answered(self, call: ModelCall, made: EngineReply) -> None:
-        """A call that has its reply."""
+    def answered(
+        self,
+        call: ModelCall,
+        made: EngineReply,
+        *,
+        first_token: float | None = None,
+        client_gone: bool = False,
+        replay_of: str | None = None,
+    ) -> None:
+        """A call that has its reply, from the engine or from the record."""
+        self._write(
+            call,
+            status=200,
+            model=made.model,
+            finish_reason=made.finish_reason,
+            input_tokens=made.usage.input_tokens,
+            output_tokens=made.usage.output_tokens,
+            token_fault=made.token_fault if call.want_tokens else None,
+            losses=(*call.losses, *made.losses),
+            time_to_first_token=None if first_token is None else max(0.0, first_token - call.started),
+            client_gone=client_gone,
+            replay_of=replay_of,
+        )
+
+    def broken(
+        self, call: ModelCall, raised: BaseException, *, first_token: float | None = None, client_gone: bool = False
+    ) -> None:
+        """A call that was dispatched and came to nothing."""
+        error = as_toprope_error(raised) if isinstance(raised, Exception) else None
+        self._write(
+            call,
+            status=499 if error is None else error_status(error),
+            error=str(Kind.CANCELLED if error is None else error.kind),
+            error_message="the call was stopped" if error is None else error.message,
+            losses=call.losses,
+            time_to_first_token=None if first_token is None else max(0.0, first_token - call.started),
+            client_gone=client_gone,
+        )
+
+    def _write(self, call: ModelCall, **told: Any) -> None:
         if self._log is None:
             return
         self._log.write(
@@ -33,22 +73,17 @@ class CallNotes:
                 dialect=call.dialect,
                 started=call.started,
                 ended=self._clock(),
-                status=200,
                 rollout_id=call.rollout_id,
                 captured=call.captured,
-                model=made.model,
-                finish_reason=made.finish_reason,
-                input_tokens=made.usage.input_tokens,
-                output_tokens=made.usage.output_tokens,
-                token_fault=made.token_fault if call.want_tokens else None,
+                streamed=call.stream,
                 client_session_id=call.client_session_id,
                 retry_count=call.retry_count,
-                losses=made.losses,
+                **told,
             )
         )
 
     def failed(self, dialect: Dialect, request: Request, call_id: str, started: float, raised: Exception) -> None:
-        """A call that was refused or failed, at whatever point; also one whose body could not be read."""
+        """A call that was refused or failed before it was dispatched; also one whose body could not be read."""
         if self._log is None:
             return
         bound = current_rollout()

@@ -1,22 +1,27 @@
-"""What a client gets: an engine's reply, or an error, in the dialect that was called."""
+"""What a client gets: an engine's reply, one from the record, or an error, in the dialect that was called."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 from toprope.dialects.chat_reply import chat_reply
-from toprope.dialects.errors import error_headers, error_status, openai_error
+from toprope.dialects.chat_request import wants_usage
+from toprope.dialects.errors import error_headers, error_status, messages_error, openai_error
+from toprope.dialects.messages_reply import messages_reply
 from toprope.dialects.pivot import PivotReply, with_item_ids
 from toprope.dialects.responses import responses_reply
+from toprope.dialects.stream import StreamWriter, open_stream
 from toprope.errors.tree import TopropeError
 from toprope.http.reply import Reply, json_reply
 from toprope.http.request import Request
 from toprope.servers.model.call import ModelCall
 from toprope.servers.model.engines.base import Dialect, EngineReply, SampledTokens, Usage
-from toprope.tokens.entry import BadRecord, as_ids, as_log_probs
+from toprope.tokens.entry import BadRecord, TokenEntry, as_ids, as_log_probs
 
 _ID_PREFIX: dict[Dialect, str] = {"chat": "chatcmpl-", "responses": "resp_", "messages": "msg_"}
+_STREAM_HEADERS = {"content-type": "text/event-stream", "cache-control": "no-cache"}
 
 
 def response_id(call: ModelCall) -> str:
@@ -29,9 +34,9 @@ def finished(call: ModelCall, made: EngineReply) -> EngineReply:
     return replace(made, output=with_item_ids(made.output, call.reply_id))
 
 
-def render_reply(call: ModelCall, made: EngineReply) -> Reply:
-    """The whole reply. Ids and logprobs stand on its last item or message only where the caller asked for them."""
-    reply = PivotReply(
+def pivot_reply(call: ModelCall, made: EngineReply) -> PivotReply:
+    """The reply as every dialect renders it. Ids and logprobs stand in it only where the caller asked for them."""
+    return PivotReply(
         output=made.output,
         finish_reason=made.finish_reason,
         model=made.model,
@@ -42,13 +47,71 @@ def render_reply(call: ModelCall, made: EngineReply) -> Reply:
         logprobs=made.logprobs,
         extra=made.extra,
     )
-    return json_reply(chat_reply(reply) if call.dialect == "chat" else responses_reply(reply, call.request))
+
+
+def render_reply(call: ModelCall, made: EngineReply) -> Reply:
+    """The whole reply as one body; of a streamed call all its events at once."""
+    reply = pivot_reply(call, made)
+    if call.stream:
+        writer = stream_writer(call, made.model)
+        return Reply(200, writer.open() + writer.finish(reply), _STREAM_HEADERS)
+    match call.dialect:
+        case "chat":
+            return json_reply(chat_reply(reply))
+        case "responses":
+            return json_reply(responses_reply(reply, call.request))
+        case "messages":
+            return json_reply(messages_reply(reply))
+
+
+def stream_writer(call: ModelCall, model: str) -> StreamWriter:
+    """The writer of the call's stream. `model` is the name to give before the engine said one."""
+    return open_stream(
+        call.dialect,
+        call.request,
+        reply_id=call.reply_id,
+        model=model,
+        created=int(call.started),
+        include_usage=wants_usage(call.body),
+    )
+
+
+def reply_details(made: EngineReply) -> dict[str, Any]:
+    """What a reply says beyond its record's own fields, for a retry that is answered from the record."""
+    usage = {name: value for name, value in asdict(made.usage).items() if value is not None}
+    counted = made.tokens
+    if counted is not None and usage == {
+        "input_tokens": len(counted.prompt_token_ids),
+        "output_tokens": len(counted.generation_token_ids),
+    }:
+        usage = {}
+    details = {"usage": usage, "logprobs": made.logprobs, "extra": dict(made.extra)}
+    return {name: value for name, value in details.items() if value}
+
+
+def recorded_reply(call: ModelCall, entry: TokenEntry) -> tuple[ModelCall, EngineReply]:
+    """The reply that `entry` records, and the call it was given to, for `call`, a repeat of that call."""
+    details: Mapping[str, Any] = entry.extra.get("reply") or {}
+    tokens = SampledTokens(entry.prompt_token_ids, entry.generation_token_ids, entry.generation_log_probs)
+    counts = {"input_tokens": len(tokens.prompt_token_ids), "output_tokens": len(tokens.generation_token_ids)}
+    made = EngineReply(
+        output=entry.output_items,
+        finish_reason=entry.finish_reason or "stop",  # type: ignore[arg-type]  # our own word, read back
+        model=entry.model,
+        usage=Usage(**{**counts, **(details.get("usage") or {})}),
+        tokens=tokens,
+        response_id=entry.response_id,
+        logprobs=details.get("logprobs"),
+        extra=details.get("extra") or {},
+    )
+    return replace(call, call_id=entry.model_call_id, started=entry.created_at), made
 
 
 def render_error(error: TopropeError, request: Request | None = None) -> Reply:
-    """The error in the shape of the OpenAI dialects, with the status and headers that client libraries act on."""
+    """The error in the shape of the called dialect, with the status and headers that client libraries act on."""
     status = error_status(error)
-    return json_reply(openai_error(error, status), status, headers=error_headers(error, status))
+    body = messages_error if request is not None and "/v1/messages" in request.path else openai_error
+    return json_reply(body(error, status), status, headers=error_headers(error, status))
 
 
 def token_bundle(tokens: SampledTokens | None) -> dict[str, Any] | None:

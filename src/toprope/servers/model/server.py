@@ -1,46 +1,43 @@
-"""The model server: one engine behind the dialects, every call tied to its rollout, captured before it is answered.
+"""The model server: one engine behind three dialects, every call tied to its rollout, captured before it is answered.
 
-One call, in this order: parse once; identity; `before_call`; with capture the intent, durable before anything goes
-upstream; the engine; with capture the record, durable before the reply; `after_call`; the reply in the client's
-dialect. After dispatch a capture failure never fails the call: the recorder marks the rollout. Left to others: what
-dialects mean (`toprope.dialects`), tokens and parents (`toprope.capture.recorder`), engines (`engines`).
+One call, in this order: parse once; identity; with capture the intent, durable before anything goes upstream; a retry
+is answered from the record; `before_call`, budgets; the engine; with capture the record, durable before the reply ends;
+`after_call`; the reply in the client's dialect. After dispatch a capture failure never fails the call: the recorder
+marks the rollout. Left to others: what dialects mean (`toprope.dialects`), one dispatched call (`turns`), its stream
+(`streams`), retries (`repeats`), tokens and parents (`toprope.capture.recorder`), engines (`engines`).
 """
 
 from __future__ import annotations
 
-import logging
+import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from toprope.canonical.digest import digest_bytes
 from toprope.capture.recorder import Recorder
-from toprope.correlation.context import bound_rollout, current_rollout
+from toprope.correlation.context import bound_rollout
 from toprope.correlation.ids import mint_model_call_id
-from toprope.dialects.chat_request import request_from_chat
-from toprope.dialects.responses import request_from_responses
-from toprope.errors.tree import BadRequest, ConfigError, RefusedError, TopropeError
+from toprope.dialects.models import models_reply
+from toprope.errors.tree import ConfigError, TopropeError
 from toprope.http.app import Limits, ServerApp, build_app
 from toprope.http.reply import Reply, json_reply
 from toprope.http.request import Request
 from toprope.http.routing import Route
-from toprope.protocol.headers import CLIENT_SESSION, INCLUDE
+from toprope.http.streaming import streaming_reply
+from toprope.servers.model.admin import Admin, StaleRollouts
+from toprope.servers.model.budgets import Budgets, ReadRecord, RolloutLimits
 from toprope.servers.model.call import ModelCall
 from toprope.servers.model.custody import Custody, abort_reason
-from toprope.servers.model.engines.base import Dialect, Engine, EngineReply, EngineRequest, NamesModel
+from toprope.servers.model.engines.base import Dialect, Engine, EngineReply, NamesModel
 from toprope.servers.model.identity import SESSION_ROUTE, IdentityPlaces
 from toprope.servers.model.notes import CallNotes
-from toprope.servers.model.replies import finished, render_error, render_reply, response_id
+from toprope.servers.model.reading import CallReader
+from toprope.servers.model.repeats import Repeats
+from toprope.servers.model.replies import pivot_reply, recorded_reply, render_error, render_reply, stream_writer
+from toprope.servers.model.retries import NOT_SENT
+from toprope.servers.model.streams import TurnStream
+from toprope.servers.model.turns import Turns
+from toprope.servers.model.weights import WeightVersions
 from toprope.telemetry.calls import CallLog
-from toprope.wire.fields import read_object
-from toprope.wire.responses import ResponsesRequest
-
-log = logging.getLogger(__name__)
-
-_READ: dict[Dialect, Callable[[dict[str, Any]], ResponsesRequest]] = {
-    "chat": request_from_chat,
-    "responses": request_from_responses,
-}
 
 
 class ModelServer:
@@ -48,14 +45,15 @@ class ModelServer:
 
     `recorder` keeps what captured calls sampled; without one a call on a capture path is refused. `identity` names
     further places of an identity (`header`, `api_key`, `session_path`), `capture_unprefixed` captures calls that were
-    identified there. `return_token_ids` gives every caller the token triple, as native agents want it. `api_key` is
-    asked of every caller.
+    identified there. `return_token_ids` gives every caller the token triple, as native agents want it. `budget` bounds
+    each rollout. `api_key` is asked of every caller, `admin_key` of a trainer. `limits.drain_s` also bounds how long a
+    captured call goes on whose client left; a stream that is silent for `keep_alive_s` says so.
 
-    Subclasses override `chat_completions` or `responses` (calling `super()` or `answer`), the hooks `before_call` and
-    `after_call`, or `routes`; `current_rollout_id()` answers in all of them.
+    Subclasses override `chat_completions`, `responses` or `messages` (calling `super()` or `answer`), the hooks
+    `before_call` and `after_call`, or `routes`; `current_rollout_id()` answers in all of them.
     """
 
-    non_generating: frozenset[str] = frozenset({"/v1/models"})
+    non_generating: frozenset[str] = frozenset({"/v1/models", "/v1/messages/count_tokens"})
     """Paths whose answers hold nothing sampled: under a capture prefix they leave the rollout clean."""
 
     def __init__(
@@ -69,7 +67,10 @@ class ModelServer:
         return_token_ids: bool = False,
         call_log: CallLog | None = None,
         limits: Limits | None = None,
+        budget: RolloutLimits | None = None,
         api_key: str | None = None,
+        admin_key: str | None = None,
+        keep_alive_s: float = 15.0,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if api_key is not None and "api_key" in identity:
@@ -79,15 +80,35 @@ class ModelServer:
             )
         self.name = name
         self.engine = engine
+        self.weights = WeightVersions()
+        limits = limits or Limits()
+        self._recorder = recorder
         self._custody = Custody(recorder, server=name, logprobs_mode=engine.capabilities.logprobs_mode)
         self._identity = IdentityPlaces(identity, capture=capture_unprefixed)
-        self._return_token_ids = return_token_ids
         self._notes = CallNotes(call_log, server=name, clock=clock)
+        self._reader = CallReader(recorder, self.weights, return_token_ids=return_token_ids)
+        self._repeats = Repeats(recorder, drain_s=limits.drain_s)
+        self._budgets = Budgets(budget or RolloutLimits())
+        self._stale = StaleRollouts(recorder)
         self._clock = clock
+        self._keep_alive_s = keep_alive_s
+        self._turns = Turns(
+            engine=engine,
+            custody=self._custody,
+            repeats=self._repeats,
+            notes=self._notes,
+            weights=self.weights,
+            budgets=self._budgets,
+            after_call=lambda call, made: self.after_call(call, made),
+            detach=lambda work, label: self.app.detach(work, label),
+            drain_s=limits.drain_s,
+            clock=clock,
+        )
+        admin = Admin(admin_key, weights=self.weights, stale=self._stale, in_flight=lambda: self._turns.running)
         self.app: ServerApp = build_app(
             name=name,
             role="model",
-            routes=[self._guarded(route) for route in self.routes()],
+            routes=[*(self._guarded(route) for route in self.routes()), *admin.routes()],
             startup=engine.start,
             shutdown=engine.close,
             limits=limits,
@@ -106,6 +127,8 @@ class ModelServer:
             for route in (
                 Route("POST", f"{head}/v1/chat/completions", self.chat_completions),
                 Route("POST", f"{head}/v1/responses", self.responses),
+                Route("POST", f"{head}/v1/messages", self.messages),
+                Route("POST", f"{head}/v1/messages/count_tokens", self.count_tokens),
                 Route("GET", f"{head}/v1/models", self.models),
             )
         ]
@@ -118,17 +141,28 @@ class ModelServer:
         """`POST /v1/responses`, likewise."""
         return await self.answer("responses", request)
 
+    async def messages(self, request: Request) -> Reply:
+        """`POST /v1/messages`, likewise."""
+        return await self.answer("messages", request)
+
+    async def count_tokens(self, request: Request) -> Reply:
+        """`POST /v1/messages/count_tokens`: the engine's own count, or an estimate that is marked as one."""
+        return await self._reader.count_tokens(request, self.engine)
+
     async def models(self, request: Request) -> Reply:
         """`GET /v1/models`: the one model that the engine serves, under the server's name if it has none."""
-        model = self.engine.model if isinstance(self.engine, NamesModel) else None
-        entry = {"id": model or self.name, "object": "model", "created": 0, "owned_by": "toprope"}
-        return json_reply({"object": "list", "data": [entry]})
+        return json_reply(models_reply([self._model]))
+
+    @property
+    def _model(self) -> str:
+        return (self.engine.model if isinstance(self.engine, NamesModel) else None) or self.name
 
     async def before_call(self, call: ModelCall) -> None:
-        """Runs before anything is recorded or sent. Raising a `RefusedError` refuses the call."""
+        """Runs before anything is sent. Raising a `RefusedError` refuses the call, which ends a captured trajectory."""
 
     async def after_call(self, call: ModelCall, reply: EngineReply) -> None:
-        """Runs when the call is on record, before the reply leaves. What it raises is logged and changes nothing."""
+        """Runs when the call is on record, before the end of the reply leaves. What it raises is logged and changes
+        nothing. Not run for a retry that is answered from the record."""
 
     def render_error(self, error: TopropeError, request: Request | None) -> Reply:
         """An error in the shape that the called dialect's clients read."""
@@ -137,73 +171,54 @@ class ModelServer:
     # One call
 
     async def answer(self, dialect: Dialect, request: Request) -> Reply:
-        """Serve one call of `dialect` whole; what `chat_completions` and `responses` do unless overridden."""
+        """Serve one call of `dialect`; what `chat_completions`, `responses` and `messages` do unless overridden."""
         call_id, started = mint_model_call_id(), self._clock()
         try:
-            call = await self._read(dialect, request, call_id, started)
+            call = await self._reader.read(dialect, request, call_id, started)
+            await self._repeats.check_key(call)
+            await self._custody.begin(call)
+            replayed = await self._from_record(call)
+            if replayed is not None:
+                return replayed
             await self._admit(call)
-            made = await self._generate(call)
         except Exception as error:  # noted here, answered by the kit
             self._notes.failed(dialect, request, call_id, started, error)
             raise
-        self._notes.answered(call, made)
-        try:
-            await self.after_call(call, made)
-        except Exception:  # the turn is on record and paid for: an observer's fault does not take it away
-            log.exception("%s: after_call raised for %s", self.name, call_id)
-        return render_reply(call, made)
-
-    async def _read(self, dialect: Dialect, request: Request, call_id: str, started: float) -> ModelCall:
-        data = await request.body()
-        body = read_object(data)
-        pivot = _READ[dialect](body)
-        if pivot.stream:
-            raise BadRequest(
-                "stream: true is not supported by this server yet; send stream: false for the whole reply", status=400
-            )
-        bound = current_rollout()
-        key = None if bound is None else bound.key
-        client_session = request.headers.get(CLIENT_SESSION)
-        asked = request.headers.get(INCLUDE)
-        count = request.headers.get("x-stainless-retry-count", "")
-        return ModelCall(
-            call_id=call_id,
-            dialect=dialect,
-            request=pivot,
-            body=body,
-            request_digest=digest_bytes(data),
-            rollout_id=key,
-            captured=bound is not None and bound.capture,
-            session=client_session or key,
-            client_session_id=client_session,
-            include_tokens=self._return_token_ids or (asked is not None and "token_ids" in _words(asked)),
-            retry_count=int(count) if count.isascii() and count.isdigit() else None,
-            started=started,
+        if not call.stream:
+            return render_reply(call, await self._turns.whole(call))
+        turn = self._turns.streamed(call)
+        stream = TurnStream(
+            turn,
+            stream_writer(call, call.request.model or self._model),
+            lambda made: pivot_reply(call, made),
+            turns=self._turns,
+            keep_alive_s=self._keep_alive_s,
         )
+        await stream.ready()
+        return streaming_reply(stream)
+
+    async def _from_record(self, call: ModelCall) -> Reply | None:
+        entry = await self._repeats.answer(call)
+        if entry is None:
+            return None
+        first, made = recorded_reply(call, entry)
+        self._notes.answered(call, made, replay_of=entry.model_call_id)
+        return render_reply(first, made)
 
     async def _admit(self, call: ModelCall) -> None:
         """Refuse what must not be dispatched. A refusal ends the trajectory, so that of a captured call is recorded."""
-        if call.captured:
-            self._custody.require()
         try:
+            await self._stale.check(call)
             await self.before_call(call)
-        except RefusedError as refusal:
-            await self._custody.begin(call)
-            await self._custody.abort(call, f"truncated:{refusal.kind}")
+            await self._budgets.admit(call, self._record_of(call))
+        except BaseException as error:
+            cancelled = isinstance(error, asyncio.CancelledError)
+            await self._custody.abort(call, NOT_SENT if cancelled else abort_reason(error))
             raise
 
-    async def _generate(self, call: ModelCall) -> EngineReply:
-        await self._custody.begin(call)
-        try:
-            made = await self.engine.generate(
-                EngineRequest(call.request, call.call_id, call.session, call.want_tokens, call.dialect, call.body)
-            )
-        except BaseException as error:
-            await self._custody.abort(call, abort_reason(error))
-            raise
-        made = finished(call, made)
-        await self._custody.record(call, made, response_id(call))
-        return made
+    def _record_of(self, call: ModelCall) -> ReadRecord | None:
+        recorder = self._recorder
+        return recorder.recorded if call.captured and recorder is not None and recorder.readable else None
 
     def _guarded(self, route: Route) -> Route:
         """The route with the request's identity bound, and with an eye on answers that went round the recorder."""
@@ -221,11 +236,7 @@ class ModelServer:
                 await self._custody.unobserved(bound, request.method, request.path)
             return reply
 
-        return Route(route.method, route.path, handler, is_captured)
-
-
-def _words(value: str) -> set[str]:
-    return {word.strip() for word in value.split(",")}
+        return Route(route.method, route.path, handler, drained=is_captured)
 
 
 def _ends_in(path: str, tails: frozenset[str]) -> bool:

@@ -1,0 +1,91 @@
+"""A request read into a `ModelCall`: parsed once, tied to its rollout, argument bytes put back from the record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, runtime_checkable
+
+from toprope.canonical.digest import digest_bytes
+from toprope.capture.recorder import Recorder
+from toprope.correlation.context import current_rollout
+from toprope.dialects.chat_request import request_from_chat
+from toprope.dialects.messages_request import request_from_messages
+from toprope.dialects.responses import request_from_responses
+from toprope.http.reply import Reply, json_reply
+from toprope.http.request import Request
+from toprope.protocol.headers import CLIENT_SESSION, INCLUDE
+from toprope.servers.model.arguments import SampledArguments
+from toprope.servers.model.call import ModelCall
+from toprope.servers.model.engines.base import Dialect, Engine
+from toprope.servers.model.weights import WeightVersions
+from toprope.wire.fields import read_object, write_object
+from toprope.wire.responses import ResponsesRequest
+
+_READ: dict[Dialect, Callable[[dict[str, Any]], ResponsesRequest]] = {
+    "chat": request_from_chat,
+    "responses": request_from_responses,
+    "messages": request_from_messages,
+}
+
+ESTIMATE = "x-toprope-estimate"
+"""A reply header: what the body counts was estimated."""
+
+
+@runtime_checkable
+class CountsTokens(Protocol):
+    """Optional: an engine that can say how many tokens a prompt has."""
+
+    async def count_tokens(self, request: ResponsesRequest) -> int:
+        """The number of prompt tokens that `request` is rendered to."""
+
+
+class CallReader:
+    """Reads the calls of one server. `return_token_ids` gives every caller the token triple."""
+
+    def __init__(self, recorder: Recorder | None, weights: WeightVersions, *, return_token_ids: bool) -> None:
+        self._weights = weights
+        self._arguments = SampledArguments(recorder)
+        self._return_token_ids = return_token_ids
+
+    async def read(self, dialect: Dialect, request: Request, call_id: str, started: float) -> ModelCall:
+        """The call. Raises `BadRequest` for a body that is no request of the dialect, naming the field."""
+        data = await request.body()
+        body = read_object(data)
+        pivot = _READ[dialect](body)
+        bound = current_rollout()
+        key = None if bound is None else bound.key
+        client_session = request.headers.get(CLIENT_SESSION)
+        asked = request.headers.get(INCLUDE)
+        count = request.headers.get("x-stainless-retry-count", "")
+        call = ModelCall(
+            call_id=call_id,
+            dialect=dialect,
+            request=pivot,
+            body=body,
+            request_digest=digest_bytes(data),
+            rollout_id=key,
+            captured=bound is not None and bound.capture,
+            session=client_session or key,
+            client_session_id=client_session,
+            include_tokens=self._return_token_ids or (asked is not None and "token_ids" in _words(asked)),
+            retry_count=int(count) if count.isascii() and count.isdigit() else None,
+            idempotency_key=request.headers.get("idempotency-key"),
+            began_under=self._weights.current,
+            started=started,
+        )
+        return await self._arguments.restore(call) if dialect == "messages" else call
+
+    async def count_tokens(self, request: Request, engine: Engine) -> Reply:
+        """The prompt tokens of a Messages body: the engine's count, or an estimate that a header marks as one.
+
+        Raises `BadRequest` as `read`.
+        """
+        body = read_object(await request.body())
+        pivot = _READ["messages"](body)
+        if isinstance(engine, CountsTokens):
+            return json_reply({"input_tokens": await engine.count_tokens(pivot)})
+        return json_reply({"input_tokens": max(1, len(write_object(body)) // 4)}, headers={ESTIMATE: "true"})
+
+
+def _words(value: str) -> set[str]:
+    return {word.strip() for word in value.split(",")}

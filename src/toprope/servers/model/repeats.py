@@ -1,0 +1,134 @@
+"""Requests that clients send again: answered from the record, held until it is there, or let through as new calls.
+
+The retry's own intent stands in the journal before this is asked, so that the place of each is the same for every
+worker. Left to others: which attempt a retry claims (`retries`), what a reply from the record looks like (`replies`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+
+from toprope.capture.recorder import Recorder
+from toprope.errors.tree import BadRequest
+from toprope.servers.model.call import ModelCall
+from toprope.servers.model.retries import (
+    NOT_SENT,
+    Replay,
+    Verdict,
+    Wait,
+    decide,
+    extended,
+    key_conflict,
+    replay_of,
+    waited_for,
+)
+from toprope.tokens.entry import TokenEntry
+
+log = logging.getLogger(__name__)
+
+_LOOK_S = (0.02, 0.5)
+"""First and longest pause between looks at a call of another process, which cannot wake us."""
+_MAX_LEFT = 4096
+"""Requests with early leavers that are remembered; what is forgotten is sampled anew."""
+
+
+class Repeats:
+    """The repeats that reach one server. `drain_s` bounds how long a call goes on whose client left."""
+
+    def __init__(self, recorder: Recorder | None, *, drain_s: float) -> None:
+        self._recorder = recorder
+        self._drain_s = drain_s
+        self._running: dict[str, asyncio.Event] = {}
+        self._left: OrderedDict[tuple[str, str], set[str]] = OrderedDict()
+
+    def began(self, call: ModelCall) -> None:
+        """`call` was dispatched here; until `ended` a retry of it waits."""
+        self._running[call.call_id] = asyncio.Event()
+
+    def ended(self, call: ModelCall) -> None:
+        """What becomes of `call` stands in the journal."""
+        waiting = self._running.pop(call.call_id, None)
+        if waiting is not None:
+            waiting.set()
+
+    def left(self, call: ModelCall) -> None:
+        """The client of `call` left before its reply was sent whole."""
+        if not call.captured or call.rollout_id is None:
+            return
+        self._left.setdefault((call.rollout_id, call.tag), set()).add(call.call_id)
+        if len(self._left) > _MAX_LEFT:
+            self._left.popitem(last=False)
+
+    def may_be_one(self, call: ModelCall) -> bool:
+        """Whether `call` can be a repeat at all. Most are not, and cost no look at the journal."""
+        if self._recorder is None or not call.captured or call.rollout_id is None:
+            return False
+        marked = bool(call.retry_count) or call.idempotency_key is not None
+        return marked or (call.rollout_id, call.tag) in self._left or self._recorder.shares(call.rollout_id)
+
+    async def check_key(self, call: ModelCall) -> None:
+        """Raises `BadRequest` (422) for an `Idempotency-Key` that this rollout used with another body."""
+        if call.idempotency_key is None or self._recorder is None or call.rollout_id is None:
+            return
+        if key_conflict(await self._recorder.journal(call.rollout_id), call.tag):
+            raise BadRequest("this Idempotency-Key was used with another body; a new request needs a new key")
+
+    async def answer(self, call: ModelCall) -> TokenEntry | None:
+        """The record that answers `call`, whose intent was begun and is closed then; None: it is a new call.
+
+        Waits for an attempt that may still be recorded; a client that leaves meanwhile closes the intent too.
+        """
+        if not self.may_be_one(call):
+            return None
+        assert self._recorder is not None
+        assert call.rollout_id is not None
+        wait: Wait | None = None
+        pause, since = _LOOK_S[0], time.monotonic()
+        try:
+            while True:
+                verdict, entry = await self._look(call)
+                if isinstance(verdict, Replay):
+                    break
+                if verdict is None or not await self._still_runs(verdict, pause, since):
+                    return None
+                wait, pause = verdict, min(2 * pause, _LOOK_S[1])
+        except asyncio.CancelledError:
+            reason = NOT_SENT if wait is None else waited_for(wait.call_id)
+            await self._recorder.abort(call.rollout_id, call.call_id, reason)
+            raise
+        if entry is not None:
+            self._left.get((call.rollout_id, call.tag), set()).discard(entry.model_call_id)
+            await self._recorder.abort(call.rollout_id, call.call_id, replay_of(entry.model_call_id))
+        return entry
+
+    async def _look(self, call: ModelCall) -> tuple[Verdict, TokenEntry | None]:
+        """What journal and record say now; the entry to replay, None where the verdict is no replay or must not be."""
+        assert self._recorder is not None
+        assert call.rollout_id is not None
+        try:
+            calls = await self._recorder.journal(call.rollout_id)
+            entries = {each.model_call_id: each for each in await self._recorder.recorded(call.rollout_id)}
+        except Exception:  # what cannot be read cannot be repeated; the call itself can still be made
+            log.exception("%s: the journal could not be read; a repeated request is sampled anew", call.rollout_id)
+            return None, None
+        left = {each.model_call_id for each in entries.values() if each.client_gone}
+        left |= self._left.get((call.rollout_id, call.tag), set())
+        verdict = decide(calls, call.call_id, left)
+        if not isinstance(verdict, Replay):
+            return verdict, None
+        entry = entries.get(verdict.call_id)
+        return verdict, None if extended(verdict.call_id, list(entries.values())) else entry
+
+    async def _still_runs(self, wait: Wait, pause: float, since: float) -> bool:
+        """Wait a while for what `wait` names; False if nobody works on it any more."""
+        ours = self._running.get(wait.call_id)
+        if ours is not None:
+            await ours.wait()
+            return True
+        if wait.drained and time.monotonic() - since > self._drain_s + 1.0:
+            return False  # a live worker that lost the call without saying so
+        await asyncio.sleep(pause)
+        return True

@@ -1,0 +1,98 @@
+"""The body of a streamed reply: deltas as they come, the finish once the turn is done, keep-alives in between.
+
+A turn is done when its record is durable (`turns`), so that no client sees the end of a turn that could still be lost.
+What goes wrong after the first byte cuts the connection: clients resend cleanly after a cut, and some make up a tool
+result after an error event. Left to others: the bytes of events (`dialects.stream`), sending them (the http kit).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from toprope.dialects.pivot import PivotReply
+from toprope.dialects.stream import StreamWriter
+from toprope.errors.tree import NotReady
+from toprope.servers.model.engines.base import EngineReply
+from toprope.servers.model.turns import Turn, Turns
+
+Finish = Callable[[EngineReply], PivotReply]
+
+
+class TurnStream:
+    """The chunks of one turn's stream. `finish` makes the reply to end with of the engine's.
+
+    Closed before its end was sent, it tells `turns` that the client left. To be iterated by one task.
+    """
+
+    def __init__(self, turn: Turn, writer: StreamWriter, finish: Finish, *, turns: Turns, keep_alive_s: float) -> None:
+        assert turn.task is not None
+        self._turn = turn
+        self._task = turn.task
+        self._writer = writer
+        self._finish = finish
+        self._turns = turns
+        self._keep_alive_s = keep_alive_s
+        self._changed = asyncio.Event()
+        self._opened = self._finished = self._sent = False
+        turn.wake = self._changed.set
+        self._task.add_done_callback(lambda _: self._changed.set())
+
+    async def ready(self) -> None:
+        """On return there is something to say. Raises what the turn raised where nothing was sampled before it.
+
+        After a long silence it returns too: a keep-alive is something.
+        """
+        try:
+            await self._wait()
+        except asyncio.CancelledError:
+            self._turns.leave(self._turn)
+            raise
+        if self._task.done() and not self._turn.deltas:
+            self._made()
+
+    def __aiter__(self) -> TurnStream:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._finished:
+            self._sent = True  # whoever asks for more has sent what came before
+            raise StopAsyncIteration
+        head = b""
+        if not self._opened:
+            self._opened, head = True, self._writer.open()
+        elif not await self._wait():
+            return self._writer.keep_alive()
+        deltas, self._turn.deltas = self._turn.deltas, []
+        body = head + b"".join(map(self._writer.delta, deltas))
+        if not self._task.done() or (deltas and not self._plain_end()):
+            return body
+        end = self._writer.finish(self._finish(self._made()))
+        self._finished = True
+        return body + end
+
+    async def aclose(self) -> None:
+        """On return the turn knows that nobody reads it, unless its end was sent."""
+        self._turn.wake = None
+        if not self._sent:
+            self._turns.leave(self._turn)
+
+    async def _wait(self) -> bool:
+        """Whether there is something new, or the turn is done; False after a long silence."""
+        while not self._turn.deltas and not self._task.done():
+            self._changed.clear()
+            try:
+                async with asyncio.timeout(self._keep_alive_s):
+                    await self._changed.wait()
+            except TimeoutError:
+                return False
+        return True
+
+    def _made(self) -> EngineReply:
+        if self._task.cancelled():
+            raise NotReady(f"call {self._turn.call.call_id} was stopped before it was done")
+        return self._task.result()
+
+    def _plain_end(self) -> bool:
+        """Whether the turn ended well, so that its last deltas and its end may leave together."""
+        return not self._task.cancelled() and self._task.exception() is None
