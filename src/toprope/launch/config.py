@@ -26,6 +26,7 @@ from toprope.launch.settings import (
     ModelConfig,
     ResourcesConfig,
     RunConfig,
+    SandboxConfig,
     ServerConfig,
     TaskSource,
 )
@@ -44,6 +45,7 @@ class Configuration(msgspec.Struct, frozen=True, kw_only=True):
     servers: dict[str, ServerConfig]
     run: RunConfig | None
     capture: CaptureConfig
+    sandboxes: dict[str, SandboxConfig] = {}
 
     def named(self, role: type[ServerConfig]) -> dict[str, Any]:
         """The servers of one role, in the order of the file."""
@@ -74,8 +76,15 @@ def read_configuration(values: Mapping[str, Any], *, file: str, directory: Path)
             )
     servers = {name: _read_server(value, where.at("servers").at(name)) for name, value in top.servers.items()}
     configuration = Configuration(
-        file=file, directory=directory, servers=servers, run=top.run, capture=top.token_id_capture
+        file=file,
+        directory=directory,
+        servers=servers,
+        run=top.run,
+        capture=top.token_id_capture,
+        sandboxes=top.sandboxes,
     )
+    for name, provider in top.sandboxes.items():
+        _check_sandbox(name, provider, where.at("sandboxes"))
     for name, server in servers.items():
         _check_server(configuration, name, server, where.at("servers").at(name))
     if top.run is not None:
@@ -97,6 +106,18 @@ def _read_server(value: Any, where: Where) -> ServerConfig:
     server = read({key: item for key, item in value.items() if key != "role"}, ROLES[role], where)
     assert isinstance(server, ServerConfig)
     return server
+
+
+def _check_sandbox(name: str, provider: SandboxConfig, where: Where) -> None:
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"{where}: {shown(name)} cannot name a provider; accepted: letters, digits, . _ and -.")
+    own = {"read_only": "bubblewrap", "hidden": "bubblewrap", "image": "docker", "engine": "docker"}
+    for key, kind in own.items():
+        if getattr(provider, key) and provider.kind != kind:
+            raise ConfigError(
+                f"{where.at(name).at(key)}: only sandboxes of kind {kind} have it, and this one is of kind "
+                f"{provider.kind}; accepted: none."
+            )
 
 
 def _check_server(configuration: Configuration, name: str, server: ServerConfig, where: Where) -> None:
@@ -134,6 +155,12 @@ def _check_server(configuration: Configuration, name: str, server: ServerConfig,
     for key in required[type(server)]:
         if not getattr(server, key):
             raise ConfigError(f"{where.at(key)}: this key is required unless `url` says where the server runs.")
+    sandbox = server.sandbox if isinstance(server, AgentConfig | ResourcesConfig) else None
+    if sandbox is not None and sandbox not in configuration.sandboxes:
+        raise ConfigError(
+            f"{where.at('sandbox')}: {shown(sandbox)} names no provider under `sandboxes`; "
+            f"{nearest(sandbox, configuration.sandboxes)}."
+        )
     if isinstance(server, ResourcesConfig):
         check_resources(server, where)
     if isinstance(server, AgentConfig):

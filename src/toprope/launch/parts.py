@@ -50,7 +50,8 @@ def build_parts(configuration: Configuration, client: Client) -> Parts:
         elif isinstance(config, ResourcesConfig):
             environments[name] = _named(config.use, "resources", config.config, where, Environment)
         elif isinstance(config, AgentConfig):
-            agents[name] = _named(config.use, "agent", config.config, where, Agent)
+            offered = {"client": client, "directory": configuration.directory}
+            agents[name] = _named(config.use, "agent", config.config, where, Agent, offered)
         elif isinstance(config, EnvironmentConfig):
             protocols[name] = _named(config.use, "environment", config.config, where, EpisodeProtocol)
             _check_models(protocols[name], configuration, where.at("config"))
@@ -80,12 +81,19 @@ def _engine(settings: Mapping[str, Any], where: Where, client: Client) -> Engine
     return found
 
 
-def _named(use: str | None, role: str, config: Mapping[str, Any], where: Where, base: type[Any]) -> Any:
+def _named(
+    use: str | None,
+    role: str,
+    config: Mapping[str, Any],
+    where: Where,
+    base: type[Any],
+    offered: Mapping[str, Any] | None = None,
+) -> Any:
     assert use is not None  # `config` requires it of a server that runs here
     target = find(use, GROUPS[role], where.at("use"))
     if isclass(target) and not issubclass(target, base):  # before its settings are judged by a stranger's signature
         raise ConfigError(f"{where.at('use')}: {shown(use)} is no {base.__name__}; accepted: a subclass of it.")
-    part = build(target, config, where.at("config"))
+    part = build(target, config, where.at("config"), offered=offered)
     if not isinstance(part, base):
         raise ConfigError(f"{where.at('use')}: {shown(use)} is no {base.__name__}; accepted: a subclass of it.")
     return part

@@ -24,6 +24,7 @@ from toprope.launch.construct import find
 from toprope.launch.elsewhere import ask_elsewhere
 from toprope.launch.grants import further_grant, stdio_programs
 from toprope.launch.parts import Parts
+from toprope.launch.sandboxes import Desks
 from toprope.launch.settings import ROLES, AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig, ServerConfig
 from toprope.launch.stores import Custody, open_custody
 from toprope.launch.strict import Where, shown
@@ -87,6 +88,7 @@ class World:
         self._apps: list[ServerApp] = []
         self._bound: list[BoundServer] = []
         self._recorders: list[Recorder] = []
+        self.desks = Desks(configuration)
         self._key = workspace.signing_key() if workspace is not None else secrets.token_bytes(32)
         self._calls = CallLog(workspace.calls) if workspace is not None else None
         if workspace is not None and capture:
@@ -102,6 +104,7 @@ class World:
                 await ask_elsewhere(self.configuration, self.client)
             if self.custody is not None:
                 await self.custody.settle_dead_writers()
+            await self.desks.open()
             for role in ROLES.values():
                 await self._start_role(role)
         except BaseException:
@@ -122,6 +125,7 @@ class World:
             await _quietly(server.close(drain_s=left()), server.app.name)
         for app in reversed(self._apps):
             await _quietly(app.stop(drain_s=left()), app.name)
+        await _quietly(self.desks.close(), "the sandbox providers")
         for recorder in self._recorders:
             await _quietly(recorder.close(), "a recorder")
         if self.custody is not None:
@@ -173,6 +177,8 @@ class World:
         """Whether something outside this process may have to reach the server."""
         if self._bind_all or config.port is not None:
             return True
+        if isinstance(config, ModelConfig) and self._called_by_programs(config):
+            return True
         elsewhere = [other for other in self.configuration.servers.values() if other.url is not None]
         callers: dict[type, tuple[type[ServerConfig], ...]] = {
             ModelConfig: (AgentConfig, ResourcesConfig, EnvironmentConfig),
@@ -180,6 +186,14 @@ class World:
             AgentConfig: (EnvironmentConfig,),
         }
         return any(isinstance(other, callers.get(type(config), ())) for other in elsewhere)
+
+    def _called_by_programs(self, config: ModelConfig) -> bool:
+        """Whether an agent here starts programs that call this model server."""
+        agents = self.configuration.named(AgentConfig)
+        return any(
+            agent.needs_http_model and self.configuration.servers[agents[name].model] is config
+            for name, agent in self.parts.agents.items()
+        )
 
     def _build(self, name: str, config: ServerConfig) -> ServerApp:
         where = Where(self.configuration.file).at("servers").at(name)
@@ -230,6 +244,7 @@ class World:
             signing_key=self._key,
             session_ttl_s=config.session_ttl_s,
             mcp=self._offers_mcp(name, config),
+            sandboxes=None if config.sandbox is None else self.desks[config.sandbox],
             api_key=config.api_key,
         ).app
 
@@ -245,6 +260,10 @@ class World:
             name=name,
             agent=self.parts.agents[name],
             model=self.peer(config.model),
+            model_over_http=self._over_http(config.model),
+            model_key=self.configuration.servers[config.model].api_key,
+            sandboxes=self.desks,
+            own_sandbox=None if config.sandbox is None else self.desks[config.sandbox],
             client=self.client,
             signing_key=self._key,
             allow_sessionless=config.allow_sessionless,
@@ -252,6 +271,11 @@ class World:
             mcp_stdio=stdio_programs(config),
             api_key=config.api_key,
         ).app
+
+    def _over_http(self, model: str) -> Peer | None:
+        """The model server as programs reach it, if it listens."""
+        url = self.addresses[model].url
+        return self.client.peer(url, "model") if url.startswith("http") else None
 
     def _environment(self, name: str, config: EnvironmentConfig) -> ServerApp:
         assert config.resources is not None

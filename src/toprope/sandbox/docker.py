@@ -196,6 +196,19 @@ class Docker:
         return self._connected
 
 
+def reap(lease_dir: Path) -> tuple[str, ...]:
+    """End every container below `lease_dir` whose owner is dead or whose lease is over, at the engine that made it.
+
+    Their ids. Blocks. Raises `SandboxUnavailable` where an engine does not answer.
+    """
+
+    def free(lease: Lease) -> None:
+        engine = lease.resources.get("engine", ())
+        Docker(lease_dir, engine=engine[0] if engine else None)._free(lease)
+
+    return LeaseDirectory(lease_dir).reap(Docker.kind, free)
+
+
 class BorrowedDocker:
     """A handle that can run and let go."""
 

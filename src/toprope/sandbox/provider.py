@@ -9,12 +9,14 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from toprope.errors.tree import ConfigError
 from toprope.protocol.grants import SandboxAccess
-from toprope.sandbox.gate import Gate, GateKeys
 from toprope.sandbox.spec import Aspect, Completed, Report, SandboxSpec
+
+if TYPE_CHECKING:
+    from toprope.sandbox.gate import Gate, GateKeys  # with aiohttp, which servers in one process need not load
 
 log = logging.getLogger("toprope.sandbox")
 

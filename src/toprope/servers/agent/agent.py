@@ -12,13 +12,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import PeerError
 from toprope.http.client import Peer
 from toprope.protocol.sessions import AgentObservations
+from toprope.sandbox.spec import SandboxSpec
 from toprope.tools.access import ToolAccess, ToolResult
+
+if TYPE_CHECKING:
+    from toprope.sandbox.provider import BorrowedSandbox
 
 MAX_RECORDS = 10_000
 
@@ -52,10 +56,15 @@ class Observations:
 
 
 class ModelAccess:
-    """The agent's model server. Calls carry the rollout and, where the activation asked for it, capture."""
+    """The agent's model server. Calls carry the rollout and, where the activation asked for it, capture.
 
-    def __init__(self, peer: Peer) -> None:
+    `over_http` is the same server as programs of others reach it, `api_key` the key that it asks for.
+    """
+
+    def __init__(self, peer: Peer, *, over_http: Peer | None = None, api_key: str | None = None) -> None:
         self._peer = peer
+        self._over_http = over_http or peer
+        self.api_key = api_key
         self.calls = 0
 
     async def responses(self, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +83,11 @@ class ModelAccess:
 
     def url(self) -> str:
         """The stamped base URL, for clients of others that take one."""
-        return self._peer.url("/v1")
+        return self._over_http.url("/v1")
+
+    def root_url(self) -> str:
+        """The stamped URL above `/v1`: all that a program of this rollout needs of the model server is below it."""
+        return self._over_http.url()
 
 
 @dataclass(slots=True)
@@ -83,7 +96,7 @@ class Activation:
 
     `max_steps` bounds the model calls (None: the agent's own bound). `partial` gives what the agent has so far, as a
     Responses object: it is asked by the session's close if the activation never ends. `extended` says that the
-    caller reads fields beyond the Responses format.
+    caller reads fields beyond the Responses format. `sandbox` is there for an agent that wants one (`Agent.sandbox`).
     """
 
     request: dict[str, Any]
@@ -94,6 +107,8 @@ class Activation:
     max_steps: int | None = None
     extended: bool = False
     partial: Callable[[], dict[str, Any]] | None = None
+    session_id: str | None = None
+    sandbox: BorrowedSandbox | None = None
 
     async def call_tool(self, call: Mapping[str, Any]) -> ToolResult:
         """Run one `function_call` item over the session's grants, and record it. Raises `ToolUnavailable`."""
@@ -121,6 +136,12 @@ class Activation:
 
 class Agent:
     """The base of every agent. Keyword arguments of the subclass's `__init__` are the `config` of its server."""
+
+    sandbox: SandboxSpec | None = None
+    """The sandbox that a session gets which was lent none by the environment. None: the agent uses none."""
+
+    needs_http_model: ClassVar[bool] = False
+    """Whether programs outside this process call the model server, so that it must listen on a socket."""
 
     async def respond(self, activation: Activation) -> dict[str, Any]:
         """The Responses object for `activation.request`: every output item, in order.

@@ -10,7 +10,7 @@ the agent does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -33,8 +33,10 @@ from toprope.protocol.sessions import (
     AgentSeedSessionRequest,
     AgentSeedSessionResponse,
 )
+from toprope.sandbox.desk import SandboxDesk
 from toprope.servers.agent.activations import Activations
 from toprope.servers.agent.agent import Activation, Agent, ModelAccess, Observations
+from toprope.servers.agent.sandboxes import AgentSandboxes, SessionSandbox
 from toprope.servers.session_door import SessionDoor, check_key, close_token, lease_s, working_for
 from toprope.servers.sessions import SeedCall, Session, SessionRegistry, payload_digest
 from toprope.tools.access import ToolAccess
@@ -49,13 +51,17 @@ class AgentState:
     activations: Activations = field(default_factory=Activations)
     current: Activation | None = None
     ended: bool = True
+    session_id: str = ""
+    sandbox: SessionSandbox | None = None
 
 
 class AgentServer:
     """Serves `agent` under `name`; `.app` is the ASGI app. `model` is the agent's model server.
 
     `allow_sessionless` also answers `POST /v1/responses` of no session, without tools. `mcp_stdio` are the programs
-    that a grant may have started here, and no other. `signing_key` signs the session cookies.
+    that a grant may have started here, and no other. `signing_key` signs the session cookies. `model_over_http` is the
+    model server as programs of others reach it, `model_key` the key that it asks for. `sandboxes` are the providers of
+    which a sandbox can be borrowed, by name; `own_sandbox` makes one for a session that was lent none.
     """
 
     def __init__(
@@ -73,10 +79,18 @@ class AgentServer:
         limits: Limits | None = None,
         api_key: str | None = None,
         mcp_stdio: Collection[Stdio] = (),
+        model_over_http: Peer | None = None,
+        model_key: str | None = None,
+        sandboxes: Mapping[str, SandboxDesk] | None = None,
+        own_sandbox: SandboxDesk | None = None,
     ) -> None:
         self.name = name
         self.agent = agent
         self._mcp_stdio = tuple(mcp_stdio)
+        self._model_over_http = model_over_http
+        self._model_key = model_key
+        self._ttl_s = session_ttl_s
+        self._sandboxes = AgentSandboxes(name, agent, sandboxes or {}, own_sandbox)
         self.sessions: SessionRegistry[AgentState] = SessionRegistry(
             noun="agent",
             release=self._release,
@@ -121,15 +135,23 @@ class AgentServer:
         payload = payload_digest(seed)
         call = SeedCall(seed.agent_session_id, key, payload, close_token(request), lease_s(request))
         with working_for(key):
-            answer = await self.sessions.seed(call, partial(self._allocate, seed))
+            answer = await self.sessions.seed(call, partial(self._allocate, seed, max(call.lease_s, self._ttl_s)))
         return json_reply(answer, cookies=self._door.cookies(seed.agent_session_id))
 
-    async def _allocate(self, seed: AgentSeedSessionRequest) -> tuple[AgentState, AgentSeedSessionResponse]:
+    async def _allocate(
+        self, seed: AgentSeedSessionRequest, life_s: float
+    ) -> tuple[AgentState, AgentSeedSessionResponse]:
         tools = await ToolAccess.open(seed.tool_accesses, self._client, stdio=self._mcp_stdio)
         observations = Observations(self.name)
         for gap in tools.gaps:
             observations.gap(gap)
-        return AgentState(tools, observations), AgentSeedSessionResponse(seed.agent_session_id)
+        try:
+            sandbox = await self._sandboxes.open(seed.sandbox_access, observations, life_s=life_s)
+        except BaseException:
+            await tools.close()
+            raise
+        state = AgentState(tools, observations, session_id=seed.agent_session_id, sandbox=sandbox)
+        return state, AgentSeedSessionResponse(seed.agent_session_id)
 
     async def _close(self, request: Request) -> Reply:
         close = await request.decode(AgentCloseSessionRequest)
@@ -149,6 +171,8 @@ class AgentServer:
         state = session.value
         assert state is not None
         partial = state.current.partial if state.current is not None and not state.ended else None
+        if state.sandbox is not None:
+            await state.sandbox.end()
         await state.tools.close()
         return AgentCloseSessionResponse(
             session.session_id,
@@ -184,7 +208,15 @@ class AgentServer:
 
     async def _activate(self, state: AgentState, body: dict[str, Any], extended: bool, number: int) -> Reply:
         activation = Activation(
-            body, ModelAccess(self._model), state.tools, state.observations, number, self._max_steps, extended
+            body,
+            self._model_access(),
+            state.tools,
+            state.observations,
+            number,
+            self._max_steps,
+            extended,
+            session_id=state.session_id,
+            sandbox=None if state.sandbox is None else state.sandbox.handle,
         )
         state.current, state.ended = activation, False
         record = state.observations.record("invocation", number=number, status="cancelled")
@@ -210,18 +242,27 @@ class AgentServer:
                 "POST /v1/responses: no session is named; send x-toprope-session or the cookie of the seed reply "
                 "(allow_sessionless lets this agent answer without one)"
             )
+        observations = Observations(self.name)
+        sandbox = await self._sandboxes.open(None, observations, life_s=self._ttl_s)
         activation = Activation(
             body,
-            ModelAccess(self._model),
+            self._model_access(),
             ToolAccess(),
-            Observations(self.name),
+            observations,
             max_steps=self._max_steps,
             extended=request.speaks_protocol,
+            sandbox=None if sandbox is None else sandbox.handle,
         )
         try:
             return json_reply(await self.agent.respond(activation))
         except Exception as error:  # as for an activation of a session
             raise self._failure(error) from error
+        finally:
+            if sandbox is not None:
+                await asyncio.shield(sandbox.end())
+
+    def _model_access(self) -> ModelAccess:
+        return ModelAccess(self._model, over_http=self._model_over_http, api_key=self._model_key)
 
     def _failure(self, error: Exception) -> TopropeError:
         if isinstance(error, TopropeError):
