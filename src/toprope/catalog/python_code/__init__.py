@@ -1,0 +1,1 @@
+"""`python_code`: write a function; its tests run in a sandbox, and the answers are compared outside."""
