@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from toprope.cli import audit, capture, check, demo, run, serve, show, summary
+from toprope.cli import audit, capture, check, demo, run, serve, show, summary, sweep
 from toprope.cli.reporting import reporting
 from toprope.cli.usage import call
 
@@ -43,7 +43,7 @@ def _everywhere(
     """Run LLM agents in environments and bring back rollouts that are safe to train on."""
 
 
-for module in (demo, run, serve, check, show, audit, summary):
+for module in (demo, run, serve, check, show, audit, summary, sweep):
     name = module.__name__.rpartition(".")[2]
     app.command(name)(getattr(module, name))
 app.add_typer(capture.app, name="capture")

@@ -17,6 +17,8 @@ from toprope.launch.settings import (
     EnvironmentShare,
     LimitsConfig,
     RunConfig,
+    SandboxConfig,
+    SandboxLimits,
     TaskSource,
     TransportConfig,
     TransportNames,
@@ -46,7 +48,8 @@ one value from the command line. A file holds at most {MAX_VALUES} values, an al
 `use` is an entry point (groups `toprope.environments`, `toprope.agents`, `toprope.protocols`, `toprope.engines` for
 `engine.kind`), or `module:Class`; modules beside the configuration and in the current directory are found. The
 servers share one process and call each other without sockets. A server binds a port when it has `port`, under
-`toprope serve`, and when the configuration names a server elsewhere (`url`) that may need to call it. `toprope run`
+`toprope serve`, when the configuration names a server elsewhere (`url`) that may need to call it, and a model server
+also when an agent of it starts programs of others (`command`, `remote`). `toprope run`
 and `toprope check` ask the servers elsewhere before anything else; any HTTP answer will do.
 """
 
@@ -57,6 +60,8 @@ def render() -> str:
     parts += [table(f"servers: `role: {role}`", kind) for role, kind in ROLES.items()]
     parts += [
         table("servers: `limits` of a model server", LimitsConfig),
+        table("sandboxes: one provider", SandboxConfig),
+        table("sandboxes: `limits` of one", SandboxLimits),
         table("run", RunConfig),
         table("run.tasks: one source", TaskSource),
         table("run.environment: one share", EnvironmentShare),
