@@ -258,17 +258,27 @@ class _Call:
     unsent: str = ""
     begun: bool = False
     at: int = 0
+    seen: int = 0
+    parsed: int = 0
+    is_whole: bool = False
     rest: dict[str, Any] = field(default_factory=dict)
 
     def complete(self) -> bool:
-        """Whether its arguments are a whole JSON object, after which no engine sends more of them."""
-        if not self.arguments.pieces or not self.arguments.pieces[-1].rstrip().endswith("}"):
-            return False
+        """Whether its arguments are a whole JSON object, after which no engine sends more of them.
+
+        Growing arguments are parsed when they have doubled, or when they grew no more: so seldom that the whole is
+        linear.
+        """
+        count, seen = len(self.arguments.pieces), self.seen
+        self.seen = count
+        if count == self.parsed or not count or (seen != count < 2 * self.parsed):
+            return self.is_whole
+        self.parsed = count
         try:
-            loads(self.arguments.whole())
+            self.is_whole = isinstance(loads(self.arguments.whole()), dict)
         except (NotJson, RecursionError):
-            return False
-        return True
+            self.is_whole = False
+        return self.is_whole
 
     def whole(self) -> dict[str, Any]:
         """The call as a plain reply has it."""

@@ -1,0 +1,251 @@
+"""An upstream's chunks, in every shape seen in the field: the same completion as plain, and deltas in its order."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from tests.unit.dialects.scripted_replies import told, written
+
+from toprope.dialects.chat_reply import chat_reply, finish_from_chat, output_from_chat
+from toprope.dialects.chat_stream_reader import ChatStreamReader
+from toprope.dialects.deltas import ReasoningDelta, TextDelta, ToolCallDelta
+from toprope.dialects.pivot import PivotReply, with_item_ids
+from toprope.dialects.responses import request_from_responses
+from toprope.dialects.stream import StreamContradiction, open_stream
+from toprope.wire.chat import BadChatReply, read_chat_object, read_chat_reply
+from toprope.wire.responses import Usage
+
+REQUEST = request_from_responses({"input": "x"})
+DIALECTS = ("chat", "responses", "messages")
+
+
+def _chunk(delta=None, /, **choice):
+    choice = {"index": 0, "delta": delta or {}, "finish_reason": None, **choice}
+    return {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [choice]}
+
+
+def _call(index, arguments="", **fields):
+    name = {"name": fields.pop("name")} if "name" in fields else {}
+    return {"index": index, "function": {**name, "arguments": arguments}, **fields}
+
+
+def _read(*chunks):
+    reader = ChatStreamReader("r1")
+    return [delta for chunk in chunks for delta in reader.feed(chunk)], reader.result()
+
+
+def _items(completion):
+    return with_item_ids(output_from_chat(completion["choices"][0]["message"], "r1"), "r1")
+
+
+def _relayed(dialect, deltas, completion):
+    """The whole stream that a client of `dialect` gets from what was read."""
+    writer = open_stream(dialect, REQUEST, reply_id="r1", model="m", created=1)
+    items = _items(completion)
+    reply = PivotReply(items, finish_from_chat("stop", items), "m", Usage(1, 1), "r1", 1)
+    return b"".join([writer.open(), *map(writer.delta, deltas), writer.finish(reply)])
+
+
+def test_what_our_writer_wrote_reads_as_the_plain_reply_whatever_was_told_before_the_finish():
+    for seed in range(1500):
+        script, rng = told(seed, objects_only=False), random.Random(seed)
+        reply = script.reply
+        writer = open_stream("chat", REQUEST, reply_id=reply.reply_id, model="m", created=1, include_usage=True)
+        reader, deltas = ChatStreamReader("r1"), []
+        for event in written(writer, script, rng).split(b"\n\n"):
+            if event.startswith(b"data: {"):
+                deltas += reader.feed(json.loads(event[6:]))
+        completion = reader.result()
+        plain = chat_reply(reply)
+        assert reader.finish_reason == reply.finish_reason
+        assert output_from_chat(completion["choices"][0]["message"], "r1") == output_from_chat(
+            plain["choices"][0]["message"], "r1"
+        )
+        assert {k: completion[k] for k in ("id", "model", "usage")} == {k: plain[k] for k in ("id", "model", "usage")}
+        for dialect in DIALECTS:
+            _relayed(dialect, deltas, completion)
+
+
+@pytest.mark.promise("MS-1")
+def test_ids_count_on_every_chunk_whatever_its_delta():
+    def entries(*values):
+        return {"content": [{"token": "t", "logprob": value} for value in values]}
+
+    deltas, completion = _read(
+        {**_chunk({"role": "assistant", "content": ""}), "prompt_token_ids": [1, 2]},
+        _chunk({"content": "a"}, token_ids=[60], logprobs=entries(-1.0)),
+        _chunk({}, token_ids=[61, 62], logprobs=entries(-2.0, -3.0)),
+        {"choices": [{"index": 0, "token_ids": [63], "logprobs": entries(-4.0)}]},
+        _chunk(None, delta=None, token_ids=[64], logprobs=entries(-5.0)),
+        _chunk({"content": "b"}, token_ids=[2], logprobs=entries(-6.0), finish_reason="stop"),
+        {"choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 6}},
+    )
+    assert deltas == [TextDelta(0, "a"), TextDelta(0, "b")]
+    streamed = read_chat_object(completion)
+    message = {"role": "assistant", "content": "ab"}
+    choice = {
+        "index": 0,
+        "message": message,
+        "finish_reason": "stop",
+        "token_ids": [60, 61, 62, 63, 64, 2],
+        "logprobs": entries(-1.0, -2.0, -3.0, -4.0, -5.0, -6.0),
+    }
+    usage = {"prompt_tokens": 2, "completion_tokens": 6}
+    body = {"id": "x", "model": "m", "created": 1, "choices": [choice], "usage": usage, "prompt_token_ids": [1, 2]}
+    plain = read_chat_reply(json.dumps(body).encode())
+    for name in ("token_ids", "prompt_ids", "log_probs"):
+        assert np.array_equal(getattr(streamed, name), getattr(plain, name))
+    for name in ("message", "finish_reason", "id", "model", "created", "usage", "token_fault"):
+        assert getattr(streamed, name) == getattr(plain, name)
+
+
+def test_a_logprob_that_is_no_number_is_one_fault_as_in_a_plain_reply():
+    _, completion = _read(
+        _chunk({"content": "a"}, token_ids=[1], logprobs={"content": [{"logprob": None}]}),
+        _chunk({}, token_ids=[2], logprobs={"content": [{"logprob": float("nan")}]}, finish_reason="stop"),
+    )
+    read = read_chat_object(completion)
+    assert np.isnan(read.log_probs).all()
+    assert len(read.log_probs) == 2
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        [[_call(0, '{"a":1}', id="c1", name="add"), _call(1, '{"a":2}', id="c2", name="mul")]],
+        [[_call(0, '{"a":1}', id="c1", name="add")], [_call(0, '{"a":2}', id="c2", name="mul")]],
+        [[_call(0, '{"a":1}', name="add", id="c1")], [_call(0, '{"a"', name="mul", id="c2")], [_call(0, ":2}")]],
+        [[_call(0, "", id="c1", name="add"), _call(1, "", id="c2", name="mul")],
+         [_call(0, '{"a"'), _call(1, '{"a":')], [_call(1, "2}"), _call(0, ":1}")]],
+        [[_call(0, '{"a":1}', id="c1", name="add")], [_call(1, '{"a":2}', id="c2", name="mul")],
+         [_call(0, "", id="c1")]],
+        [[_call(0, '{"a":1}', name="add")], [_call(0, '{"a":2}', name="mul")]],
+        [[{"function": {"name": "add", "arguments": {"a": 1}}}],
+         [{"function": {"name": "mul", "arguments": '{"a":2}'}}]],
+        [[_call(0, '{"a"', id="c1", name="add")], [_call(0, ":1}", id="c1", name="add")],
+         [_call(1, '{"a":2}', id="c1", name="mul")]],
+    ],
+    ids=[
+        "two in one delta", "two under one index", "pieces under one index", "interleaved", "a late empty piece",
+        "neither ids nor indexes of their own", "objects without index or id", "a repeated id and name",
+    ],
+)  # fmt: skip
+def test_two_calls_stay_two_in_every_dialect(dialect, chunks):
+    deltas, completion = _read(*(_chunk({"tool_calls": pieces}) for pieces in chunks))
+    calls = completion["choices"][0]["message"]["tool_calls"]
+    assert [(c["function"]["name"], c["function"]["arguments"]) for c in calls] == [
+        ("add", '{"a":1}'),
+        ("mul", '{"a":2}'),
+    ]
+    assert "".join(d.arguments for d in deltas if d.index == 0) == '{"a":1}'
+    text = _relayed(dialect, deltas, completion).decode()
+    for word in ("add", "mul"):
+        assert word in text
+    items = _items(completion)
+    assert len({item["call_id"] for item in items}) == len({item["id"] for item in items}) == 2
+    assert all(item["call_id"] in text for item in items)
+
+
+def test_a_call_without_an_id_has_the_one_that_a_plain_reply_gives_it():
+    deltas, completion = _read(_chunk({"content": "a", "tool_calls": [_call(0, "{}", name="f")]}))
+    assert deltas == [TextDelta(0, "a"), ToolCallDelta(1, "{}", "f", _items(completion)[1]["call_id"])]
+
+
+def test_text_that_carries_an_empty_list_of_calls_is_text():
+    deltas, completion = _read(_chunk({"content": "a", "tool_calls": []}), _chunk({"content": "b", "tool_calls": None}))
+    assert deltas == [TextDelta(0, "a"), TextDelta(0, "b")]
+    assert "tool_calls" not in completion["choices"][0]["message"]
+
+
+@pytest.mark.parametrize("names", [["reasoning"], ["reasoning_content"], ["reasoning_content", "reasoning"]])
+def test_a_thought_is_one_under_either_name_or_both(names):
+    deltas, completion = _read(*(_chunk(dict.fromkeys(names, piece)) for piece in ("h", "m")), _chunk({"content": "a"}))
+    assert deltas == [ReasoningDelta(0, "h"), ReasoningDelta(0, "m"), TextDelta(1, "a")]
+    assert [item["type"] for item in _items(completion)] == ["reasoning", "message"]
+
+
+def test_halves_of_a_character_in_two_chunks_are_one_character():
+    deltas, completion = _read(
+        _chunk({"content": "a\ud83d"}), _chunk({"content": "\ude00b"}), _chunk({"content": "\ud83d"})
+    )
+    assert "".join(delta.text for delta in deltas) == "a😀b"
+    assert completion["choices"][0]["message"]["content"] == "a😀b\ud83d"
+    for dialect in DIALECTS:
+        _relayed(dialect, deltas, completion)
+
+
+def test_a_parsers_white_space_after_a_call_is_no_text():
+    deltas, completion = _read(
+        _chunk({"tool_calls": [_call(0, "{}", id="c1", name="f")]}),
+        _chunk({"content": "\n"}),
+        _chunk({"tool_calls": [_call(1, "{}", id="c2", name="f")]}),
+    )
+    assert [delta.index for delta in deltas] == [0, 1]
+    assert completion["choices"][0]["message"]["content"] is None
+
+
+def test_text_after_a_call_is_in_the_reply_and_a_stream_that_cannot_say_it_is_cut():
+    deltas, completion = _read(_chunk({"tool_calls": [_call(0, "{}", id="c1", name="f")]}), _chunk({"content": "late"}))
+    assert completion["choices"][0]["message"]["content"] == "late"
+    assert b"late" in _relayed("chat", deltas, completion)
+    for dialect in ("responses", "messages"):
+        with pytest.raises(StreamContradiction):
+            _relayed(dialect, deltas, completion)
+
+
+def test_a_refusal_is_whole_at_the_end():
+    deltas, completion = _read(_chunk({"refusal": "I can"}), _chunk({"refusal": "not"}, finish_reason="stop"))
+    assert deltas == []
+    assert completion["choices"][0]["message"]["refusal"] == "I cannot"
+    for dialect in DIALECTS:
+        assert b"I cannot" in _relayed(dialect, deltas, completion)
+
+
+def test_fields_that_nobody_reads_are_joined_as_the_public_libraries_do():
+    _, completion = _read(
+        _chunk({"content": "a", "note": "x", "reasoning_details": [{"a": 1}], "meta": {"t": "p"}}, stop_reason=None),
+        _chunk({"note": "y", "reasoning_details": [{"a": 2}], "meta": {"t": "q"}}, finish_reason="stop", stop_reason=7),
+        {"choices": [], "system_fingerprint": "fp"},
+    )
+    message = completion["choices"][0]["message"]
+    assert (message["note"], message["reasoning_details"]) == ("xy", [{"a": 1}, {"a": 2}])
+    assert message["meta"] == {"t": "pq"}
+    assert completion["choices"][0]["stop_reason"] == 7
+    assert completion["system_fingerprint"] == "fp"
+
+
+def test_a_whole_message_in_place_of_a_delta_is_read():
+    deltas, completion = _read({"choices": [{"index": 0, "message": {"role": "assistant", "content": "a"}}]})
+    assert deltas == [TextDelta(0, "a")]
+    assert completion["choices"][0]["message"]["content"] == "a"
+
+
+def test_a_stream_without_a_finish_reason_says_so():
+    reader = ChatStreamReader("r1")
+    reader.feed(_chunk({"content": "a"}))
+    assert reader.finish_reason is None
+
+
+@pytest.mark.parametrize("chunk", [None, 3, [], {"choices": 3}, {"choices": ["x"]}, {"choices": [{"index": 1}]}])
+def test_what_is_no_chunk_is_refused(chunk):
+    with pytest.raises(BadChatReply):
+        ChatStreamReader("r1").feed(chunk)
+
+
+def test_a_stream_of_no_choice_at_all_is_no_reply():
+    with pytest.raises(BadChatReply):
+        _read({"choices": [], "usage": {"prompt_tokens": 1}})
+
+
+def test_a_long_reply_of_small_chunks_takes_linear_time():
+    reader = ChatStreamReader("r1")
+    pieces = ['{"a": "', *["}"] * 40_000, '"}']
+    reader.feed(_chunk({"tool_calls": [_call(0, "", id="c1", name="f"), _call(1, "{", id="c2", name="g")]}))
+    said = [d for piece in pieces for d in reader.feed(_chunk({"tool_calls": [_call(0, piece)]}))]
+    assert all(delta.index == 0 for delta in said)
+    said += reader.feed(_chunk({"tool_calls": [_call(1, "}")]}))
+    assert said[-1] == ToolCallDelta(1, "{}", "g", "c2")

@@ -1,0 +1,125 @@
+"""Streams put together by the public client libraries equal the plain reply that the same library reads."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+
+import anthropic
+import httpx2
+import openai
+import pytest
+from tests.unit.dialects.scripted_replies import Told, chopped, told, written
+
+from toprope.dialects.chat_reply import chat_reply
+from toprope.dialects.messages_reply import messages_reply
+from toprope.dialects.responses import request_from_responses, responses_reply
+from toprope.dialects.stream import open_stream
+
+SEEDS = 700
+REQUEST = request_from_responses({"input": "x", "metadata": {"a": "b"}})
+SAY = [{"role": "user", "content": "x"}]
+
+
+class Served(httpx2.BaseTransport, httpx2.SyncByteStream):
+    """Answers every request with what stands in `pieces`, one after the other."""
+
+    def __init__(self) -> None:
+        self.pieces: list[bytes] = []
+        self.media_type = ""
+
+    def handle_request(self, request: httpx2.Request) -> httpx2.Response:
+        return httpx2.Response(200, headers={"content-type": self.media_type}, stream=self)
+
+    def __iter__(self) -> Iterator[bytes]:
+        yield from self.pieces
+
+    def stream(self, dialect: str, script: Told, rng: random.Random) -> None:
+        reply = script.reply
+        opened = {"reply_id": reply.reply_id, "model": reply.model, "created": reply.created}
+        data = written(open_stream(dialect, REQUEST, **opened, include_usage=True), script, rng)
+        self.pieces, self.media_type = chopped(data, rng), "text/event-stream"
+
+    def plain(self, body: dict) -> None:
+        self.pieces, self.media_type = [json.dumps(body).encode()], "application/json"
+
+
+@pytest.fixture
+def served() -> Served:
+    return Served()
+
+
+@pytest.fixture
+def openai_client(served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(api_key="k", base_url="http://x/v1", http_client=httpx2.Client(transport=served)) as client:
+        yield client
+
+
+def _scripts(*, objects_only: bool = False) -> Iterator[tuple[Told, random.Random]]:
+    for seed in range(SEEDS):
+        yield told(seed, objects_only=objects_only), random.Random(-seed - 1)
+
+
+@pytest.mark.promise("MS-1")
+def test_a_chat_stream_put_together_by_the_openai_library_is_the_plain_reply(served, openai_client):
+    for script, rng in _scripts():
+        served.plain(chat_reply(script.reply))
+        plain = openai_client.chat.completions.create(model="m", messages=SAY).model_dump()
+        served.stream("chat", script, rng)
+        with openai_client.chat.completions.stream(model="m", messages=SAY) as stream:
+            assert list(stream)
+            whole = stream.current_completion_snapshot.model_dump()
+        message = whole["choices"][0]["message"]
+        message.pop("parsed")
+        for place, call in enumerate(message["tool_calls"] or ()):
+            assert call.pop("index") == place
+            call["function"].pop("parsed_arguments")
+        assert whole == plain
+
+
+@pytest.mark.promise("MS-1")
+def test_a_responses_stream_put_together_by_the_openai_library_is_the_plain_reply(served, openai_client):
+    for script, rng in _scripts():
+        served.plain(responses_reply(script.reply, REQUEST))
+        plain = openai_client.responses.create(model="m", input="x").to_dict()
+        served.stream("responses", script, rng)
+        said: dict[int, str] = {}
+        done, ends = [], []
+        with openai_client.responses.stream(model="m", input="x") as stream:
+            for number, event in enumerate(stream):
+                assert event.sequence_number == number
+                if event.type.endswith((".output_text.delta", ".reasoning_text.delta", "_arguments.delta")):
+                    said[event.output_index] = said.get(event.output_index, "") + event.delta
+                elif event.type == "response.output_item.done":
+                    done.append(event.item.to_dict())
+                elif event.type in ("response.completed", "response.incomplete"):
+                    ends.append(_unparsed(event.response.to_dict()))
+        assert [plain] == ends
+        assert done == plain["output"]
+        texts = [i["arguments"] if "arguments" in i else i["content"][0]["text"] for i in plain["output"]]
+        assert [said.get(index, "") for index in range(len(texts))] == texts
+
+
+def _unparsed(response: dict) -> dict:
+    """A Response without what the library adds to the one of a helper's stream."""
+    for item in response["output"]:
+        item.pop("parsed_arguments", None)
+        for part in item.get("content") or ():
+            part.pop("parsed", None)
+    return response
+
+
+@pytest.mark.promise("MS-1")
+def test_a_messages_stream_put_together_by_the_anthropic_library_is_the_plain_reply(served):
+    http = httpx2.Client(transport=served)
+    with anthropic.Anthropic(api_key="k", base_url="http://x", http_client=http) as client:
+        for script, rng in _scripts(objects_only=True):
+            served.plain(messages_reply(script.reply))
+            plain = client.messages.create(model="m", max_tokens=9, messages=SAY).model_dump()
+            served.stream("messages", script, rng)
+            with client.messages.stream(model="m", max_tokens=9, messages=SAY) as stream:
+                whole = stream.get_final_message().model_dump()
+            for block in whole["content"]:
+                block.pop("parsed_output", None)
+            assert whole == plain
