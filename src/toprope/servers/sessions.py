@@ -127,6 +127,10 @@ class SessionRegistry(Generic[S]):
         """How many sessions hold, or may hold, an allocation."""
         return sum(session.state is not State.CLOSED for session in self._sessions.values())
 
+    def keys(self) -> list[str]:
+        """The rollouts of the sessions that hold, or may hold, an allocation; one entry a session."""
+        return [session.key for session in self._sessions.values() if session.state is not State.CLOSED]
+
     @property
     def remembered(self) -> int:
         """How many closed ids are remembered."""

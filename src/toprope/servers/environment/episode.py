@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from toprope.errors.kinds import Kind, Stage
+from toprope.errors.kinds import Delivery, Kind, Stage
 from toprope.errors.tree import ConfigError, TopropeError
 from toprope.http.client import Peer
 from toprope.protocol.episode import Failure
@@ -152,7 +152,12 @@ class Episode:
             if not timer.expired():
                 raise
             named = kind if until < self.deadline else Kind.EPISODE_TIMEOUT
-            raise DeadlinePassed(f"{stage}: the time for it is used up ({named})", kind=named, stage=stage) from None
+            raise DeadlinePassed(
+                f"{stage}: the time for it is used up ({named})",
+                kind=named,
+                stage=stage,
+                delivery=Delivery.POSSIBLY_DELIVERED,
+            ) from None
 
     def mint_resources(self) -> Participant:
         """A resources session with its clean-up registered; nothing was sent yet."""

@@ -14,13 +14,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from toprope.canonical.json import NotJson
 from toprope.errors.kinds import Delivery, Stage
 from toprope.errors.tree import TransportError
-from toprope.http.jsonbody import decode_any
 from toprope.http.replay import BEFORE_DELIVERY
 from toprope.http.reply import Reply
-from toprope.servers.environment.judging import accepted
+from toprope.servers.environment.judging import accepted, read_object
 from toprope.servers.environment.participant import Participant
 
 log = logging.getLogger("toprope.episode")
@@ -42,7 +40,7 @@ class FlatResources(Participant):
             if error.delivery is not Delivery.NOT_SENT:
                 log.warning("rollout %s: a session of %s may be left open: its cookie was lost", self._key, self.peer)
             raise
-        value = _object(accepted(reply, stage, what))
+        value = _object(accepted(reply, stage, what), what)
         if "mcp" in value:
             value.setdefault("resources_tools", value["mcp"])
         return value
@@ -58,17 +56,13 @@ class FlatResources(Participant):
         async with self._within_budget():
             reply = await self._send(self.door.close_path, body, {}, BEFORE_DELIVERY)
         self.owes_close = False
-        return {} if reply.status in _NO_SUCH_ROUTE else _object(accepted(reply, stage, what))
+        return {} if reply.status in _NO_SUCH_ROUTE else _object(accepted(reply, stage, what), what)
 
     def tool_credentials(self) -> tuple[dict[str, str], dict[str, str]]:
         """The cookies: nothing else names the session."""
         return {}, dict(self.cookies)
 
 
-def _object(reply: Reply) -> dict[str, Any]:
-    """The body if it is a JSON object; {} for an empty body, null, or text: such a reply says nothing."""
-    try:
-        value = decode_any(reply.body)
-    except NotJson:
-        return {}
-    return value if isinstance(value, dict) else {}
+def _object(reply: Reply, what: str) -> dict[str, Any]:
+    """The body as a JSON object; {} where it is empty or null. Raises as `read_object`."""
+    return {} if reply.body.strip() in (b"", b"null") else read_object(reply, what)

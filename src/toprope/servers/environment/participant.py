@@ -107,8 +107,11 @@ class Participant:
         """
         what = f"close of the {self.door.role} session"
         body = {self.door.id_field: self.session_id, "episode_id": self._episode_id}
+        # One attempt gets half of what is left: a peer that went away without a word leaves time for another.
+        timeout_s = self._budget_s / 2
         async with self._within_budget():
-            reply = await self._send(self.door.close_path, body, {CLOSE_TOKEN: self._token}, DEDUPLICATED)
+            headers = {CLOSE_TOKEN: self._token}
+            reply = await self._send(self.door.close_path, body, headers, DEDUPLICATED, timeout_s=timeout_s)
         value = read_object(accepted(reply, stage, what), what)
         self.owes_close = False
         if value.get(self.door.id_field) != self.session_id:
@@ -158,10 +161,25 @@ class Participant:
         return {}, dict(self.cookies)
 
     async def _send(
-        self, path: str, body: Any, headers: Mapping[str, str], policy: ReplayPolicy, *, capture: bool = False
+        self,
+        path: str,
+        body: Any,
+        headers: Mapping[str, str],
+        policy: ReplayPolicy,
+        *,
+        capture: bool = False,
+        timeout_s: float | None = None,
     ) -> Reply:
+        cookies = self.cookies or None
         reply = await self.peer.request(
-            "POST", path, body=body, headers=headers, cookies=self.cookies or None, policy=policy, capture=capture
+            "POST",
+            path,
+            body=body,
+            headers=headers,
+            cookies=cookies,
+            policy=policy,
+            capture=capture,
+            timeout_s=timeout_s,
         )
         self.cookies = merge_cookies(self.cookies, reply)
         self.speaks_protocol = self.speaks_protocol or PROTOCOL in reply.headers

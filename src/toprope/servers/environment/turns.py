@@ -15,7 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from toprope.errors.kinds import Kind, Stage
+from toprope.errors.kinds import Delivery, Kind, Stage
 from toprope.errors.tree import BadRequest, TopropeError
 from toprope.protocol.grants import GRANT_NAME, DirectHttpGrant, Grant, McpGrant, StreamableHttp
 from toprope.servers.environment.episode import DeadlinePassed, Episode
@@ -147,7 +147,7 @@ async def _close_agent(episode: Episode, opened: Opened, late: DeadlinePassed | 
             f"the agent could not be closed, and the state cannot be verified while it may still act: {text}",
             kind=kind,
             retryable=True,
-            delivery=getattr(error, "delivery", None),
+            delivery=getattr(error, "delivery", Delivery.POSSIBLY_DELIVERED),
             upstream_status=getattr(error, "upstream_status", None),
         ) from error
     await episode.closed(agent)
