@@ -17,6 +17,7 @@ def models_reply(names: Sequence[str]) -> dict[str, Any]:
             "type": "model",
             "display_name": name,
             "created_at": "1970-01-01T00:00:00Z",
+            "lifecycle": "active",
         }
         for name in names
     ]
