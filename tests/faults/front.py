@@ -65,7 +65,7 @@ class Detour(Replayer):
         self.replayer = replayer
 
     async def send(self, transport: Transport, exchange: Exchange, policy: ReplayPolicy) -> Reply:
-        return await self.replayer.send(_Refusing(self, transport), exchange, policy)  # type: ignore[arg-type]
+        return await self.replayer.send(_Refusing(self, transport), exchange, policy)
 
 
 @dataclass(slots=True)
