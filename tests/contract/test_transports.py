@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import gzip
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
@@ -678,6 +679,179 @@ async def test_work_that_was_handed_over_is_cancelled_at_the_drain_bound(reach: 
     assert (await peer.request("POST", "/x")).status == 200
     await reach.apps[0].stop()
     assert outcome == ["cancelled"]
+
+
+# Reading a stream
+
+
+async def test_each_piece_is_read_before_the_next_one_is_sent(reach: Reach) -> None:
+    pipe = Piped()
+    peer = await reach([Route("POST", "/x", pipe)])
+    async with peer.stream("POST", "/x", body={}) as reply:
+        assert (reply.status, reply.headers["x-thing"], reply.attempts) == (200, "1", 1)
+        assert reply.url == peer.url("/x")
+        pieces = aiter(reply)
+        for number in range(5):  # the head came before the first piece, each piece before the next
+            pipe.feed(b"data: %d\n\n" % number)
+            assert await anext(pieces) == b"data: %d\n\n" % number
+        pipe.feed(None)
+        assert [piece async for piece in reply] == []
+    assert (pipe.closes, pipe.cancelled) == (1, False)
+
+
+async def test_the_stamp_and_the_caller_apply_to_streams_as_to_calls(reach: Reach) -> None:
+    peer = await reach([Route("POST", "/who", who), Route("POST", "/v1/echo", echo)])
+    with rollout_context("4-2", capture=True):
+        async with peer.stream("POST", "/who", body={}) as reply:
+            assert (await reply.whole()).json() == {"id": "4-2", "capture": True}
+    plain = (await peer.request("POST", "/v1/echo", body={"a": 1}, cookies={"s": "1"})).json()
+    async with peer.stream("POST", "/v1/echo", body={"a": 1}, cookies={"s": "1"}) as reply:
+        assert (await reply.whole()).json() == plain
+
+
+@pytest.mark.parametrize("status", [204, 400, 503])
+async def test_an_error_status_is_a_reply_with_its_words_and_not_an_exception(reach: Reach, status: int) -> None:
+    async def refuse(request: Request) -> Reply:
+        return Reply(status, b"" if status == 204 else gzip.compress(b"no"), {"content-encoding": "gzip"})
+
+    peer = await reach([Route("POST", "/x", refuse)])
+    async with peer.stream("POST", "/x") as reply:
+        assert (await reply.whole()).text == ("" if status == 204 else "no")
+        assert reply.status == status
+
+
+async def test_a_stream_in_gzip_is_unpacked_as_it_comes(reach: Reach) -> None:
+    pipe = Piped()
+
+    async def handler(request: Request) -> Reply:
+        return streaming_reply(pipe, headers={"content-encoding": request.query["as"]})
+
+    peer = await reach([Route("POST", "/x", handler)])
+    packer = zlib.compressobj(wbits=31)
+    async with peer.stream("POST", "/x?as=gzip") as reply:
+        for text in (b"first", b"second" * 500_000):
+            pipe.feed(packer.compress(text) + packer.flush(zlib.Z_SYNC_FLUSH))
+            got = b""
+            while len(got) < len(text):
+                got += await anext(reply)
+            assert got == text
+        pipe.feed(None)
+        with pytest.raises(PeerError, match="inside its compressed data"):
+            await anext(reply)
+    for encoding, why in (("br", "'br'"), ("gzip", "does not decompress")):
+        pipe.feed(b"junk", None)
+        async with peer.stream("POST", f"/x?as={encoding}") as reply:
+            with pytest.raises(PeerError, match=why):
+                await anext(reply)
+
+
+async def test_a_stream_that_is_cut_says_so_after_what_came(reach: Reach) -> None:
+    pipe = Piped()
+    peer = await reach([Route("POST", "/x", pipe)])
+    async with peer.stream("POST", "/x") as reply:
+        pipe.feed(b"data: 1\n\n")
+        assert await anext(reply) == b"data: 1\n\n"
+        pipe.feed(ConnectionError("the engine died"))
+        with pytest.raises(TransportError, match="cut off") as caught:
+            await anext(reply)
+    assert (caught.value.kind, caught.value.delivery) == (Kind.TRANSPORT_DROPPED, Delivery.DELIVERED)
+
+
+@pytest.mark.parametrize("pieces", [0, 1])
+async def test_leaving_a_stream_reaches_the_callee_at_any_point(reach: Reach, pieces: int) -> None:
+    pipe = Piped()
+    peer = await reach([Route("POST", "/x", pipe)])
+    async with peer.stream("POST", "/x") as reply:
+        await pipe.waiting.wait()
+        for _ in range(pieces):
+            pipe.feed(b"data: 1\n\n")
+            await anext(reply)
+    await asyncio.wait_for(pipe.closed.wait(), 10)
+    assert (pipe.closes, pipe.cancelled) == (1, True)
+
+
+async def test_cancelling_whoever_waits_for_the_head_or_a_piece_reaches_the_callee(reach: Reach) -> None:
+    handler, pipe = Watched(), Piped()
+    peer = await reach([Route("POST", "/head", handler), Route("POST", "/piece", pipe)])
+
+    async def read(path: str) -> None:
+        async with peer.stream("POST", path) as reply:
+            await anext(reply)
+
+    for path, began, ended in (("/head", handler.began, handler.ended), ("/piece", pipe.waiting, pipe.closed)):
+        reading = asyncio.create_task(read(path))
+        await began.wait()
+        reading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reading
+        await asyncio.wait_for(ended.wait(), 10)
+    assert (handler.outcome, pipe.cancelled) == ("cancelled", True)
+
+
+async def test_a_stream_that_pauses_too_long_or_never_begins_is_a_timeout(reach: Reach) -> None:
+    handler, pipe = Watched(), Piped()
+    peer = await reach([Route("POST", "/head", handler), Route("POST", "/piece", pipe)])
+    with pytest.raises(TransportError, match=r"no byte for 0\.05 s") as caught:
+        async with peer.stream("POST", "/head", idle_timeout_s=0.05):
+            pass
+    assert (caught.value.kind, caught.value.delivery) == (Kind.TRANSPORT_TIMEOUT, Delivery.POSSIBLY_DELIVERED)
+    async with peer.stream("POST", "/piece", idle_timeout_s=0.05) as reply:
+        with pytest.raises(TransportError, match=r"no byte for 0\.05 s") as caught:
+            await anext(reply)
+    assert (caught.value.kind, caught.value.delivery) == (Kind.TRANSPORT_TIMEOUT, Delivery.DELIVERED)
+    async with peer.stream("POST", "/piece", timeout_s=0.05) as reply:
+        with pytest.raises(TransportError, match=r"no complete reply within 0\.05 s") as caught:
+            await anext(reply)
+    assert (caught.value.kind, caught.value.delivery) == (Kind.TRANSPORT_TIMEOUT, Delivery.DELIVERED)
+    await asyncio.wait_for(handler.ended.wait(), 10)
+
+
+async def test_a_stream_over_the_callers_limit_is_a_peer_error_that_names_it(reach: Reach) -> None:
+    async def endless(request: Request) -> Reply:
+        async def pieces() -> AsyncIterator[bytes]:
+            while True:
+                yield b"x" * 1000
+
+        return streaming_reply(pieces())
+
+    peer = await reach([Route("POST", "/x", endless)])
+    async with peer.stream("POST", "/x", max_bytes=100_000) as reply:
+        with pytest.raises(PeerError, match="100000 bytes"):
+            await reply.whole()
+
+
+async def test_a_reader_that_waits_makes_the_sender_wait(reach: Reach) -> None:
+    sent = 0
+    full = asyncio.Event()
+
+    async def endless(request: Request) -> Reply:
+        async def pieces() -> AsyncIterator[bytes]:
+            nonlocal sent
+            while True:
+                sent += 1
+                asyncio.get_running_loop().call_later(0.05, check, sent)
+                yield b"x" * 100_000
+
+        return streaming_reply(pieces())
+
+    def check(then: int) -> None:
+        if sent == then:  # nothing was taken since
+            full.set()
+
+    peer = await reach([Route("POST", "/x", endless)])
+    async with peer.stream("POST", "/x"):
+        await asyncio.wait_for(full.wait(), 20)
+        assert sent < 400  # 40 MB: what sockets hold, not what was offered
+
+
+async def test_a_redirect_of_a_stream_is_followed_on_the_same_origin(reach: Reach) -> None:
+    async def moved(request: Request) -> Reply:
+        return Reply(307, b"", {"location": "/who"})
+
+    peer = await reach([Route("POST", "/old", moved), Route("POST", "/who", who)])
+    with rollout_context("4-2"):
+        async with peer.stream("POST", "/old") as reply:
+            assert (await reply.whole()).json()["id"] == "4-2"
 
 
 # Redirects

@@ -50,6 +50,19 @@ class Exchange:
         return shown(f"{self.origin}{self.target}")
 
 
+class OpenReply(Protocol):
+    """A reply whose head came and whose body is still to be read."""
+
+    status: int
+    headers: Headers
+
+    async def read(self) -> bytes:
+        """The next piece of the body as it came, b"" once at its end. Raises `TransportError` (delivered)."""
+
+    async def close(self) -> None:
+        """Once it returns the connection is back in its pool (the body was read whole) or closed. Idempotent."""
+
+
 class Transport(Protocol):
     """One way to reach a peer."""
 
@@ -57,6 +70,12 @@ class Transport(Protocol):
         """The whole reply. Raises `TransportError`, or `PeerError` for a reply over `max_bytes`.
 
         Cancelling it reaches the peer as a disconnect.
+        """
+
+    async def open(self, exchange: Exchange) -> OpenReply:
+        """The reply as soon as its head came; whoever gets it closes it. Raises `TransportError`; cancelling likewise.
+
+        `timeout_s` bounds all of it, the reading too; `max_bytes` is the reader's to keep.
         """
 
     async def close(self) -> None:

@@ -38,28 +38,33 @@ class HttpTransport:
 
     async def send(self, exchange: Exchange) -> Reply:
         """As `Transport.send`."""
+        try:
+            async with await self._request(exchange) as response:
+                return await _read(response, exchange)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _named(error, exchange) from error
+
+    async def open(self, exchange: Exchange) -> _OpenHttp:
+        """As `Transport.open`."""
+        try:
+            return _OpenHttp(await self._request(exchange), exchange)
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise _named(error, exchange) from error
+
+    async def _request(self, exchange: Exchange) -> aiohttp.ClientResponse:
         session = self._open()
         # A peer's FIN that has arrived is seen by the loop only on its next turns; after two of them a connection that
         # was closed while it idled is out of the pool, and a call that may not be sent twice does not try it.
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        try:
-            async with session.request(
-                exchange.method,
-                URL(f"{exchange.origin}{exchange.target}", encoded=True),
-                data=_sendable(exchange.body),
-                headers=[(name.decode("ascii"), value.decode("utf-8")) for name, value in exchange.headers],
-                timeout=aiohttp.ClientTimeout(total=exchange.timeout_s, connect=exchange.connect_timeout_s),
-                allow_redirects=False,
-            ) as response:
-                return await _read(response, exchange)
-        except aiohttp.ClientError as error:
-            raise _named(error, exchange) from error
-        except TimeoutError as error:
-            why = f"no complete reply within {exchange.timeout_s:g} s" if exchange.timeout_s else "timed out"
-            raise failure(Kind.TRANSPORT_TIMEOUT, exchange, Delivery.POSSIBLY_DELIVERED, why) from error
-        except OSError as error:
-            raise _named_os_error(error, exchange) from error
+        return await session.request(
+            exchange.method,
+            URL(f"{exchange.origin}{exchange.target}", encoded=True),
+            data=_sendable(exchange.body),
+            headers=[(name.decode("ascii"), value.decode("utf-8")) for name, value in exchange.headers],
+            timeout=aiohttp.ClientTimeout(total=exchange.timeout_s, connect=exchange.connect_timeout_s),
+            allow_redirects=False,
+        )
 
     def _open(self) -> aiohttp.ClientSession:
         if self._closed:
@@ -86,6 +91,27 @@ class HttpTransport:
         session, self._session = self._session, None
         if session is not None:
             await session.close()
+
+
+class _OpenHttp:
+    """An `OpenReply` over a socket."""
+
+    def __init__(self, response: aiohttp.ClientResponse, exchange: Exchange) -> None:
+        self.status = response.status
+        self.headers = _fields(response)
+        self._response = response
+        self._exchange = exchange
+
+    async def read(self) -> bytes:
+        try:
+            return await self._response.content.readany()
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            named = _named(error, self._exchange)
+            named.delivery = Delivery.DELIVERED
+            raise named from error
+
+    async def close(self) -> None:
+        self._response.close()  # what was read to its end has given its connection back already
 
 
 def _socket_with_keepalive(address: Any) -> socket.socket:
@@ -119,12 +145,14 @@ async def _read(response: aiohttp.ClientResponse, exchange: Exchange) -> Reply:
             raise reply_too_large(exchange)
         pieces.append(piece)
     body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-    return whole_reply(
-        exchange, response.status, Headers([(name.lower(), value) for name, value in response.raw_headers]), body
-    )
+    return whole_reply(exchange, response.status, _fields(response), body)
 
 
-def _named(error: aiohttp.ClientError, exchange: Exchange) -> TransportError:
+def _fields(response: aiohttp.ClientResponse) -> Headers:
+    return Headers([(name.lower(), value) for name, value in response.raw_headers])
+
+
+def _named(error: aiohttp.ClientError | OSError, exchange: Exchange) -> TransportError:
     if isinstance(error, aiohttp.ClientConnectorDNSError):
         return failure(Kind.TRANSPORT_UNREACHABLE, exchange, Delivery.NOT_SENT, f"the name does not resolve ({error})")
     if isinstance(error, aiohttp.ClientConnectorError):
@@ -139,6 +167,9 @@ def _named(error: aiohttp.ClientError, exchange: Exchange) -> TransportError:
     if isinstance(error, aiohttp.ClientResponseError):
         why = f"what came back is no HTTP ({error.message})"
         return failure(Kind.BAD_REPLY, exchange, Delivery.DELIVERED, why)
+    if isinstance(error, TimeoutError):
+        why = f"no complete reply within {exchange.timeout_s:g} s" if exchange.timeout_s else "timed out"
+        return failure(Kind.TRANSPORT_TIMEOUT, exchange, Delivery.POSSIBLY_DELIVERED, why)
     if isinstance(error, OSError):
         return _named_os_error(error, exchange)
     why = f"the connection was dropped before a reply ({error or type(error).__name__})"

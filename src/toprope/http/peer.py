@@ -8,7 +8,8 @@ The role decides what a call carries: `model`, `agent` and `resources` get the r
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 from urllib.parse import quote, urlsplit
 
@@ -22,6 +23,7 @@ from toprope.http.headers import RawHeaders, raw_field
 from toprope.http.jsonbody import encode
 from toprope.http.replay import BEFORE_DELIVERY, Replayer, ReplayPolicy
 from toprope.http.reply import Reply
+from toprope.http.replystream import Opening, StreamedReply
 from toprope.protocol.headers import PROTOCOL, PROTOCOL_VERSION
 
 Role = Literal["model", "agent", "resources", "environment"]
@@ -32,6 +34,7 @@ _PLAIN_TARGET = re.compile(r"[A-Za-z0-9/._~!$&'()*+,;=:@%?-]*")
 _AUTHORITY = re.compile(r"([A-Za-z0-9._~-]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 _SAFE = "/._~!$&'()*+,;=:@%?-"
 _MAX_REDIRECTS = 3
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 class Peer:
@@ -87,20 +90,66 @@ class Peer:
         `TransportError` (kind, url, delivery, attempts, elapsed_s) when no usable answer came, `PeerError` for a reply
         over `max_bytes` or a redirect that must not be followed. Cancelling it reaches the peer as a disconnect.
         """
-        target = self._target(path or ("" if self._base else "/"), capture)
+        exchange = self._exchange(method, path, body, headers, cookies, timeout_s, capture, max_bytes)
+        reply = await self._replayer.send(self._transport, exchange, policy)
+        if reply.status not in _REDIRECTS:
+            return reply
+        return await self._follow(reply, exchange, policy, self._transport)
+
+    @asynccontextmanager
+    async def stream(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        headers: Mapping[str, str] | None = None,
+        cookies: Mapping[str, str] | None = None,
+        policy: ReplayPolicy = BEFORE_DELIVERY,
+        timeout_s: float | None = None,
+        idle_timeout_s: float | None = None,
+        capture: bool | None = None,
+        max_bytes: int = MAX_REPLY_BYTES,
+    ) -> AsyncIterator[StreamedReply]:
+        """The peer's reply as soon as its head came, whatever its status; its body is read by iterating it.
+
+        As `request`; `timeout_s` bounds all of it, the reading too, and `idle_timeout_s` each wait for a next byte, the
+        first included. Errors of the body come out of the iteration. Nothing is sent again once a head came (but for
+        an error status that the policy repeats). Leaving the context, however, gives the connection back to its pool if
+        the body was read to its end, and closes it otherwise, which the peer sees as a disconnect.
+        """
+        exchange = self._exchange(method, path, body, headers, cookies, timeout_s, capture, max_bytes)
+        opening = Opening(self._transport, idle_timeout_s)
+        try:
+            reply = await self._replayer.send(opening, exchange, policy)
+            if reply.status in _REDIRECTS:
+                reply = await self._follow(reply, exchange, policy, opening)
+            yield opening.reply(reply.attempts)
+        finally:
+            await opening.close()
+
+    def _exchange(
+        self,
+        method: str,
+        path: str,
+        body: Any,
+        headers: Mapping[str, str] | None,
+        cookies: Mapping[str, str] | None,
+        timeout_s: float | None,
+        capture: bool | None,
+        max_bytes: int,
+    ) -> Exchange:
         data = None if body is None else body if isinstance(body, bytes) else encode(body)
-        exchange = Exchange(
+        return Exchange(
             method,
             self.origin,
-            target,
+            self._target(path or ("" if self._base else "/"), capture),
             self._fields(method, data, not isinstance(body, bytes), headers, cookies),
             data,
             timeout_s,
             self._connect_timeout_s,
             max_bytes,
         )
-        reply = await self._replayer.send(self._transport, exchange, policy)
-        return reply if reply.status not in (301, 302, 303, 307, 308) else await self._follow(reply, exchange, policy)
 
     def _target(self, path: str, capture: bool | None) -> str:
         target = self._base + ("/" + path.lstrip("/") if path else "")
@@ -136,12 +185,12 @@ class Peer:
             fields.append((b"content-length", b"0"))
         return fields
 
-    async def _follow(self, reply: Reply, exchange: Exchange, policy: ReplayPolicy) -> Reply:
+    async def _follow(self, reply: Reply, exchange: Exchange, policy: ReplayPolicy, transport: Transport) -> Reply:
         """Follow redirects on the same origin, the prefix kept; refuse every other."""
         method, body = exchange.method, exchange.body
         for _ in range(_MAX_REDIRECTS):
             location = reply.headers.get("location")
-            if location is None or reply.status not in (301, 302, 303, 307, 308):
+            if location is None or reply.status not in _REDIRECTS:
                 return reply
             if reply.status < 307 and method not in ("GET", "HEAD"):
                 raise self._refused_redirect(reply, location, f"a {reply.status} would turn the {method} into a GET")
@@ -155,8 +204,8 @@ class Peer:
                 exchange.connect_timeout_s,
                 exchange.max_bytes,
             )
-            reply = await self._replayer.send(self._transport, exchange, policy)
-        if reply.status not in (301, 302, 303, 307, 308):
+            reply = await self._replayer.send(transport, exchange, policy)
+        if reply.status not in _REDIRECTS:
             return reply
         raise self._refused_redirect(reply, reply.headers.get("location", ""), f"more than {_MAX_REDIRECTS} in a row")
 

@@ -11,6 +11,7 @@ chunks hold (`wire.sse`, `dialects`), work that goes on after the client left (`
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
@@ -20,6 +21,9 @@ from toprope.http.headers import EMPTY, Headers, RawHeaders
 from toprope.http.reply import Reply
 
 log = logging.getLogger("toprope.http")
+
+_BREATH = 32
+"""Chunks after which the loop gets its turn: an iterator that never waits would not let anyone see its client leave."""
 
 
 def streaming_reply(
@@ -49,9 +53,13 @@ async def send_stream(reply: Reply, fields: RawHeaders, method: str, send: Send)
     try:
         await send({"type": "http.response.start", "status": reply.status, "headers": fields})
         if method != "HEAD":
+            sent = 0
             async for chunk in stream:
                 if chunk:
                     await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                sent += 1
+                if sent % _BREATH == 0:
+                    await asyncio.sleep(0)
         await send({"type": "http.response.body", "body": b""})
     finally:
         await close_stream(stream)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from toprope.errors.kinds import Kind
+from toprope.errors.kinds import Delivery, Kind
 from toprope.errors.tree import PeerError, TransportError
 from toprope.http.app import Route, build_app
-from toprope.http.client import Client
+from toprope.http.client import Client, Peer
 from toprope.http.overhttp import KEEP_ALIVE_S, HttpTransport, _socket_with_keepalive
 from toprope.http.replay import BEFORE_DELIVERY, DEDUPLICATED
 from toprope.http.reply import Reply, text_reply
@@ -190,3 +190,90 @@ async def test_a_closed_client_says_so_instead_of_opening_connections_again() ->
             await peer.request("GET", "/livez")
     with pytest.raises(RuntimeError, match="closed"):
         client.peer("http://127.0.0.1:10", "model")
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.promise("MS-3")
+@pytest.mark.parametrize("leaving", ["before_the_head", "in_the_head", "in_the_body", "by_an_error", "cancelled"])
+async def test_fifty_streams_that_are_left_leave_no_connection_open(client: Client, peers: Any, leaving: str) -> None:
+    open_now = 0
+    none_open, opened = asyncio.Event(), asyncio.Event()
+
+    async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal open_now
+        open_now += 1
+        none_open.clear()
+        opened.set()
+        if leaving != "before_the_head":
+            writer.write(HEAD + b"9\r\ndata: 1\n\n\r\n")
+        await reader.read()  # until the client closes
+        open_now -= 1
+        if open_now == 0:
+            none_open.set()
+        writer.close()
+
+    async def read(peer: Peer) -> None:
+        async with peer.stream("POST", "/x", body={}, max_bytes=4 if leaving == "by_an_error" else 99) as reply:
+            if leaving in ("in_the_body", "by_an_error", "cancelled"):
+                await anext(reply)
+            if leaving == "cancelled":
+                await anext(reply)
+
+    async with peers.raw_peer(stream) as raw:
+        peer = client.peer(raw.url, None)
+        for _ in range(50):
+            opened.clear()
+            task = asyncio.create_task(read(peer))
+            await opened.wait()
+            if leaving in ("before_the_head", "cancelled"):
+                task.cancel()
+            await asyncio.wait([task])
+            if leaving == "by_an_error":
+                assert isinstance(task.exception(), PeerError)
+        await asyncio.wait_for(none_open.wait(), 10)
+        assert open_now == 0
+
+
+async def test_fifty_streams_that_are_read_whole_share_one_connection(client: Client, peers: Any) -> None:
+    async def stream(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"9\r\ndata: 1\n\n\r\n0\r\n\r\n")
+
+    async with peers.raw_peer(stream) as raw:
+        for _ in range(50):
+            async with client.peer(raw.url, None).stream("POST", "/x", body={}) as reply:
+                assert (await reply.whole()).body == b"data: 1\n\n"
+        assert raw.connections == 1
+
+
+async def test_a_refused_connection_of_a_stream_is_tried_again_and_a_begun_one_never(
+    client: Client, peers: Any
+) -> None:
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(HEAD + b"9\r\ndata: 1\n\n\r\n")
+        writer.close()
+
+    with pytest.raises(TransportError) as caught:
+        async with client.peer(peers.refused_url(), None).stream("POST", "/x"):
+            pass
+    assert (caught.value.kind, caught.value.delivery) == (Kind.TRANSPORT_UNREACHABLE, Delivery.NOT_SENT)
+    assert caught.value.attempts > 1
+    async with peers.raw_peer(cut) as raw:
+        with pytest.raises(TransportError, match="cut off"):
+            async with client.peer(raw.url, None).stream("POST", "/x", policy=DEDUPLICATED) as reply:
+                await reply.whole()
+        assert len(raw.requests) == 1
+
+
+async def test_an_error_status_of_a_stream_is_repeated_as_its_policy_says(client: Client, peers: Any) -> None:
+    answers = [b"HTTP/1.1 503 X\r\ncontent-length: 2\r\n\r\nno", peers.OK]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answers.pop(0))
+
+    async with (
+        peers.raw_peer(answer) as raw,
+        client.peer(raw.url, None).stream("POST", "/x", policy=DEDUPLICATED) as reply,
+    ):
+        assert (reply.status, reply.attempts, (await reply.whole()).body) == (200, 2, b"{}")
