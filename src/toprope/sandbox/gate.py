@@ -100,8 +100,8 @@ class Heard:
 class Gate:
     """One socket that leads to `url`: a unix socket at `path`, or a port of the address `bind` where `path` is None.
 
-    `calls` counts requests to routes that generate and got a 2xx; `heard` is the last of their replies; `refused`
-    counts what was not passed on.
+    `calls` counts requests to routes that generate and got a 2xx; `heard` is the last of their replies; `trouble` says
+    why the last such request failed, if it did and not for what it asked. `refused` counts what was not passed on.
     """
 
     def __init__(
@@ -113,6 +113,7 @@ class Gate:
         self.calls = 0
         self.refused = 0
         self.heard: Heard | None = None
+        self.trouble: str | None = None
         parts = urlsplit(self.url)
         self._origin = f"{parts.scheme}://{parts.netloc}"
         self._prefix = parts.path
@@ -193,6 +194,7 @@ class Gate:
                         reply.headers.add(name, value)
                 await reply.prepare(request)
                 hearing = self._hear(request, answer)
+                self._judge(request, answer.status)
                 try:
                     async for chunk in answer.content.iter_any():
                         hearing.add(chunk)
@@ -203,7 +205,8 @@ class Gate:
                         self.calls += 1
                         self.heard = heard
                 return reply
-        except aiohttp.ClientConnectionError as error:
+        except aiohttp.ClientError as error:
+            self._judge(request, 502, str(error))
             return web.json_response(
                 {"error": {"kind": "model_unavailable", "message": f"the model server: {error}", "retryable": True}},
                 status=502,
@@ -215,6 +218,11 @@ class Gate:
         if self.keys is not None and self.keys.server is not None:
             headers.append(("Authorization", f"Bearer {self.keys.server}"))
         return headers
+
+    def _judge(self, request: web.BaseRequest, status: int, why: str = "") -> None:
+        if request.method == "POST" and request.path.endswith(_GENERATES):
+            failed = status >= 500 or status in (408, 425, 429)
+            self.trouble = f"status {status}{': ' if why else ''}{why}" if failed else None
 
     def _hear(self, request: web.BaseRequest, answer: aiohttp.ClientResponse) -> _Hearing:
         path = request.path

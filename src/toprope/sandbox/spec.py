@@ -133,6 +133,12 @@ class SandboxSpec:
             for tree in getattr(self, name):
                 if not tree.startswith("/") or tree == "/" or "\0" in tree or ".." in tree.split("/"):
                     raise ConfigError(f"sandbox {name}: {tree!r} is no absolute path of one tree of the host")
+        for tree in self.read_only:
+            if f"{tree}/".startswith(f"{WORKDIR}/"):
+                raise ConfigError(
+                    f"sandbox read_only: {tree} would be hidden by the work directory, which is {WORKDIR} inside; give a "
+                    "tree that lies elsewhere"
+                )
         check_env(self.env)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from toprope.errors.kinds import Kind
@@ -97,6 +97,7 @@ class Activation:
     `max_steps` bounds the model calls (None: the agent's own bound). `partial` gives what the agent has so far, as a
     Responses object: it is asked by the session's close if the activation never ends. `extended` says that the
     caller reads fields beyond the Responses format. `sandbox` is there for an agent that wants one (`Agent.sandbox`).
+    `invocation` is this activation's own record among the observations: an agent may add to it.
     """
 
     request: dict[str, Any]
@@ -109,6 +110,7 @@ class Activation:
     partial: Callable[[], dict[str, Any]] | None = None
     session_id: str | None = None
     sandbox: BorrowedSandbox | None = None
+    invocation: dict[str, Any] = field(default_factory=dict)
 
     async def call_tool(self, call: Mapping[str, Any]) -> ToolResult:
         """Run one `function_call` item over the session's grants, and record it. Raises `ToolUnavailable`."""

@@ -220,6 +220,7 @@ class AgentServer:
         )
         state.current, state.ended = activation, False
         record = state.observations.record("invocation", number=number, status="cancelled")
+        activation.invocation = record
         try:
             if state.tools.speaks_mcp:
                 activation.request = {**body, "tools": state.tools.offered(body.get("tools") or [])}
