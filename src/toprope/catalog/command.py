@@ -54,8 +54,9 @@ class CommandAgent(Agent):
     to the configuration. `answer`: `stdout`, `file:NAME`, or `model`, the last thing that the model said. `model`: the
     name the program is given, where the task names none. `on_failure`: what a program that failed (a status that is
     not 0, killed by a limit, no answer file) makes: a `response` of status failed, which the verifier judges, or a
-    `failure` of the episode. `timeout_s` bounds one run; then the response is incomplete. `limits` and `image` are of a
-    sandbox of its own. Bytes of the answer beyond `answer_bytes` are left out.
+    `failure` of the episode. One that failed before its model said anything is always a failure. `timeout_s` bounds one
+    run; then the response is incomplete. `limits` and `image` are of a sandbox of its own. Bytes of the answer beyond
+    `answer_bytes` are left out.
     """
 
     needs_http_model = True
@@ -120,7 +121,12 @@ class CommandAgent(Agent):
                 activation.model.calls += gate.calls
             self._observe(activation, done, gate)
             _require_sound(done, gate)
-            return self._response(await self._outcome(sandbox, done, gate), model, activation)
+            outcome = await self._outcome(sandbox, done, gate)
+            if outcome.failed is not None and (gate.calls == 0 or self._on_failure == "failure"):
+                message = f"command: {outcome.failed}" + ("" if gate.calls else "; its model had not said anything yet")
+                kind = Kind.AGENT_TIMEOUT if outcome.out_of_time else Kind.AGENT_FAILED
+                raise TopropeError(message, kind=kind, status=502, retryable=True)
+            return _response(outcome, model, extended=activation.extended)
 
     async def _run(self, sandbox: BorrowedSandbox, gate: Gate, values: Mapping[str, str]) -> Completed:
         for path, host in self._copy.items():
@@ -157,6 +163,7 @@ class CommandAgent(Agent):
             wall_s=round(done.wall_s, 6),
             stdout_bytes=done.stdout.total,
             stderr_bytes=done.stderr.total,
+            stderr_end=done.stderr.data[-2000:].decode("utf-8", "replace"),
             refused_requests=gate.refused,
         )
         if done.hit:
@@ -184,19 +191,18 @@ class CommandAgent(Agent):
                 text, failed = "", failed or f"there is no answer in {name}: {error}"
         return _Outcome(text, failed, done.timed_out, response_id)
 
-    def _response(self, outcome: _Outcome, model: str, activation: Activation) -> dict[str, Any]:
-        if outcome.failed is None:
-            response = response_of(outcome.text, model=model)
-        elif outcome.out_of_time:
-            reason = "timeout" if activation.extended else None  # the format itself knows no such reason
-            response = response_of(outcome.text, model=model, status="incomplete", reason=reason)
-        elif self._on_failure == "response":
-            response = response_of(outcome.text, model=model, status="failed", error=outcome.failed)
-        else:
-            raise TopropeError(f"command: {outcome.failed}", kind=Kind.AGENT_FAILED, status=502, retryable=True)
-        if activation.extended and outcome.response_id is not None:
-            response["terminal_response_id"] = outcome.response_id
-        return response
+
+def _response(outcome: _Outcome, model: str, *, extended: bool) -> dict[str, Any]:
+    if outcome.failed is None:
+        response = response_of(outcome.text, model=model)
+    elif outcome.out_of_time:
+        reason = "timeout" if extended else None  # the format itself knows no such reason
+        response = response_of(outcome.text, model=model, status="incomplete", reason=reason)
+    else:
+        response = response_of(outcome.text, model=model, status="failed", error=outcome.failed)
+    if extended and outcome.response_id is not None:
+        response["terminal_response_id"] = outcome.response_id
+    return response
 
 
 def _limits(given: Mapping[str, float]) -> Limits:
@@ -211,8 +217,8 @@ def _why_failed(done: Completed) -> str | None:
     if done.killed_by is not None:
         return f"the program was killed: {done.killed_by}"
     if done.exit != 0:
-        tail = done.stderr.data[-500:].decode("utf-8", "replace").strip()
-        return f"the program ended with status {done.exit}" + (f": {tail}" if tail else "")
+        last = done.stderr.data[-500:].decode("utf-8", "replace").strip().rpartition("\n")[2]
+        return f"the program ended with status {done.exit}" + (f": {last}" if last else "")
     return None
 
 

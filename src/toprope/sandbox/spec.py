@@ -136,8 +136,8 @@ class SandboxSpec:
         for tree in self.read_only:
             if f"{tree}/".startswith(f"{WORKDIR}/"):
                 raise ConfigError(
-                    f"sandbox read_only: {tree} would be hidden by the work directory, which is {WORKDIR} inside; give a "
-                    "tree that lies elsewhere"
+                    f"sandbox read_only: {tree} would be hidden by the work directory, which is {WORKDIR} inside; "
+                    "accepted: a tree that lies elsewhere"
                 )
         check_env(self.env)
 
