@@ -3,8 +3,9 @@
 A script is a list of replies, a YAML or JSON file of one (`replies: [...]` or the bare list), a `module:function`, or a
 function. In a list, replies with `when` are tried first, in order; then the reply whose place among the others is the
 number of turns the model has taken in this conversation; the last one repeats. Without a script the engine echoes the
-last thing said. Ids come from `toy_tokenizer`, unless a reply gives its own. Faults of engines (an error, missing
-ids, a NaN, a usage that disagrees) can be scripted.
+last thing said. Ids come from `toy_tokenizer`, unless a reply gives its own. Faults of engines (an error, also in
+mid-stream, missing ids, a NaN, a usage that disagrees) can be scripted. How a reply is cut into deltas, and what each
+of them waits for, is the script's too (`scripted_stream`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from toprope.errors.kinds import Kind
 from toprope.errors.tree import ConfigError, EngineError
 from toprope.servers.model.engines.base import (
     Capabilities,
+    Emit,
     EngineReply,
     EngineRequest,
     FinishReason,
@@ -38,6 +40,7 @@ from toprope.servers.model.engines.base import (
     Usage,
 )
 from toprope.testing import toy_tokenizer
+from toprope.testing.scripted_stream import deltas_of
 from toprope.wire.responses import Item, ResponsesRequest
 
 
@@ -72,6 +75,9 @@ class ScriptedReply(msgspec.Struct, forbid_unknown_fields=True):
     `finish_reason` follows from the rest unless given. `prompt_token_ids`, `token_ids` and `log_probs` replace what the
     toy tokeniser and the made-up logprobs would give. `tokens` damages the bundle: no ids, no logprobs, NaN as the
     second logprob, a logprob too few, a usage of one token more. `delay_s` passes before the reply.
+
+    Streamed, it comes in deltas of about a token each, or the text as `pieces` (which then are the text). A `fault` is
+    raised before the first delta, or with `fault_after` after that many.
     """
 
     text: str | None = None
@@ -84,6 +90,8 @@ class ScriptedReply(msgspec.Struct, forbid_unknown_fields=True):
     tokens: Literal["exact", "no_ids", "no_logprobs", "nan", "short", "usage"] = "exact"
     delay_s: float = 0.0
     fault: ScriptedFault | None = None
+    fault_after: int = 0
+    pieces: list[str] | None = None
     when: When | None = None
 
 
@@ -102,6 +110,7 @@ class ScriptCall:
         return _last_text(self.request.request)
 
 
+Pace: TypeAlias = Callable[[EngineRequest, int], Awaitable[object]]
 Say: TypeAlias = ScriptedReply | str
 Script: TypeAlias = Callable[[ScriptCall], Say | Awaitable[Say]]
 
@@ -110,7 +119,9 @@ class ScriptedEngine:
     """An `Engine` driven by a script. `requests` holds the last `keep_requests` requests, oldest first; `calls` counts.
 
     `model` is the name it answers under; `returns_ids=False` makes it an endpoint that knows no ids;
-    `retokenise_history` renders the model's earlier turns with another tokenisation of the same text.
+    `retokenise_history` renders the model's earlier turns with another tokenisation of the same text;
+    `accepts_token_prompt` makes it generate from the prompt ids of a request that has them. `pace(request, n)` is
+    awaited before delta `n` of a streamed reply, from 0, and once more before its end.
     """
 
     def __init__(
@@ -120,14 +131,19 @@ class ScriptedEngine:
         model: str = "scripted",
         returns_ids: bool = True,
         retokenise_history: bool = False,
+        accepts_token_prompt: bool = False,
+        pace: Pace | None = None,
         keep_requests: int = 1000,
     ) -> None:
-        self.capabilities = Capabilities(returns_ids=returns_ids)
+        self.capabilities = Capabilities(
+            returns_ids=returns_ids, accepts_token_prompt=accepts_token_prompt, streams_ids=returns_ids
+        )
         self.model: str | None = model
         self.requests: deque[EngineRequest] = deque(maxlen=keep_requests)
         self.calls = 0
         self._history_width = 2 if retokenise_history else None
         self._script = _load(script)
+        self._pace = pace
 
     async def start(self) -> None:
         """Nothing to start."""
@@ -145,14 +161,31 @@ class ScriptedEngine:
         reply = ScriptedReply(text=said) if isinstance(said, str) else said
         if reply.delay_s:
             await asyncio.sleep(reply.delay_s)
+        if reply.fault is not None and (reply.fault_after == 0 or request.emit is None):
+            raise _fault(reply.fault)
+        made = self._finish(request, reply)
+        if request.emit is not None:
+            await self._stream(request, reply, made, request.emit)
+        return made
+
+    async def _stream(self, request: EngineRequest, reply: ScriptedReply, made: EngineReply, emit: Emit) -> None:
+        count = 0
+        for count, delta in enumerate(deltas_of(made.output, reply.pieces)):
+            if reply.fault is not None and count == reply.fault_after:
+                raise _fault(reply.fault)
+            await (asyncio.sleep(0) if self._pace is None else self._pace(request, count))
+            emit(delta)
         if reply.fault is not None:
             raise _fault(reply.fault)
-        return self._finish(request, reply)
+        if self._pace is not None:
+            await self._pace(request, count + 1)
 
     def _finish(self, request: EngineRequest, reply: ScriptedReply) -> EngineReply:
         output = output_items(reply)
         finish: FinishReason = reply.finish_reason or ("tool_calls" if reply.calls else "stop")
         prompt = reply.prompt_token_ids
+        if prompt is None and request.prompt_token_ids is not None and self.capabilities.accepts_token_prompt:
+            prompt = request.prompt_token_ids.tolist()
         if prompt is None:
             prompt = toy_tokenizer.prompt_ids(request.request, history_width=self._history_width)
         ids = reply.token_ids
@@ -182,8 +215,9 @@ def output_items(reply: ScriptedReply) -> tuple[Item, ...]:
     if reply.reasoning:
         thought = {"type": "reasoning_text", "text": reply.reasoning}
         items.append({"type": "reasoning", "summary": [], "content": [thought]})
-    if reply.text is not None or not (items or reply.calls):
-        part = {"type": "output_text", "text": reply.text or "", "annotations": []}
+    text = reply.text if reply.pieces is None else "".join(reply.pieces)
+    if text is not None or not (items or reply.calls):
+        part = {"type": "output_text", "text": text or "", "annotations": []}
         items.append({"type": "message", "role": "assistant", "content": [part]})
     for call in reply.calls:
         item = {"type": "function_call", "name": call.name, "arguments": argument_text(call.arguments)}

@@ -1,8 +1,8 @@
 """A scripted OpenAI-compatible endpoint, as an ASGI app that can stand on a real socket or in its own process.
 
-It imports nothing of Toprope, so that what it accepts and sends is not our own opinion of the format. Replies are
-bytes: queue them (`replies`), or give a function from request to reply. `python -m toprope.testing.upstream` serves a
-fixed completion and prints its URL.
+It imports nothing else of Toprope, so that what it accepts and sends is not our own opinion of the format. Replies are
+bytes, whole or in pieces (`upstream_stream`): queue them (`replies`), or give a function from request to reply.
+`python -m toprope.testing.upstream` serves a fixed completion and prints its URL.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import asyncio
 import json
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,8 @@ from typing import Any
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
+
+from toprope.testing.upstream_stream import UpstreamStream
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -49,24 +51,38 @@ class UpstreamReply:
     before: Callable[[], Awaitable[object]] | None = None
 
 
-Answer = Callable[[UpstreamRequest], UpstreamReply]
+Answer = Callable[[UpstreamRequest], UpstreamReply | UpstreamStream]
 
 
 class ScriptedUpstream:
     """The endpoint. `requests` holds what came to any path but `/models`; `replies` are used up in order.
 
-    With `answer` every request gets what that function returns; a queue that is used up gives status 500.
+    With `answer` every request gets what that function returns; a queue that is used up gives status 500. `open` counts
+    the requests in hand; `idle` is set while there is none.
     """
 
-    def __init__(self, replies: Iterable[UpstreamReply] = (), *, answer: Answer | None = None) -> None:
+    def __init__(self, replies: Iterable[UpstreamReply | UpstreamStream] = (), *, answer: Answer | None = None) -> None:
+        self.open = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
         self.requests: list[UpstreamRequest] = []
-        self.replies = deque(replies)
+        self.replies: deque[UpstreamReply | UpstreamStream] = deque(replies)
         self.models: UpstreamReply = UpstreamReply(b'{"object":"list","data":[{"id":"m","object":"model"}]}')
         self._answer = answer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        self.open += 1
+        self.idle.clear()
+        try:
+            await self._answer_one(scope, receive, send)
+        finally:
+            self.open -= 1
+            if self.open == 0:
+                self.idle.set()
+
+    async def _answer_one(self, scope: Scope, receive: Receive, send: Send) -> None:
         pieces, more = [], True
         while more:
             message = await receive()
@@ -77,18 +93,52 @@ class ScriptedUpstream:
         reply = self._reply(request)
         if reply.before is not None:
             await reply.before()
+        if isinstance(reply, UpstreamStream):
+            await _until_left(receive, _send_stream(reply, send))
+            return
         fields = {"content-type": "application/json", "content-length": str(len(reply.body)), **reply.headers}
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in fields.items()]
         await send({"type": "http.response.start", "status": reply.status, "headers": raw})
         await send({"type": "http.response.body", "body": reply.body})
 
-    def _reply(self, request: UpstreamRequest) -> UpstreamReply:
+    def _reply(self, request: UpstreamRequest) -> UpstreamReply | UpstreamStream:
         if request.path.endswith("/models"):
             return self.models
         self.requests.append(request)
         if self._answer is not None:
             return self._answer(request)
         return self.replies.popleft() if self.replies else error(500, "the script has no reply left")
+
+
+async def _until_left(receive: Receive, sending: Coroutine[Any, Any, None]) -> None:
+    """Run `sending` until it ends or the client leaves."""
+    work = asyncio.ensure_future(sending)
+
+    async def left() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    leaving = asyncio.ensure_future(left())
+    try:
+        await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in (work, leaving):
+            task.cancel()
+        await asyncio.gather(work, leaving, return_exceptions=True)
+
+
+async def _send_stream(reply: UpstreamStream, send: Send) -> None:
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in reply.headers.items()]
+    await send({"type": "http.response.start", "status": reply.status, "headers": raw})
+    for piece in reply.pieces:
+        if isinstance(piece, bytes):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        else:
+            await piece()
+    if reply.end == "hang":
+        await asyncio.Event().wait()
+    if reply.end == "clean":  # else the server below cuts what did not end
+        await send({"type": "http.response.body", "body": b""})
 
 
 def completion(

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toprope.correlation.context import rollout_context
 from toprope.dialects.chat_history import items_from_messages, messages_from_items
+from toprope.dialects.chat_parts import plain_text
+from toprope.dialects.deltas import Delta
 from toprope.dialects.responses import request_from_responses
 from toprope.errors.tree import ConfigError, EngineError
 from toprope.servers.model.engines.base import EngineRequest
@@ -143,3 +149,64 @@ async def test_tools_are_part_of_the_prompt():
     tools = [{"type": "function", "name": "add", "parameters": {}}]
     with_tools = request_from_responses({"input": "x", "tools": tools})
     assert toy_tokenizer.prompt_ids(with_tools) != toy_tokenizer.prompt_ids(request_from_responses({"input": "x"}))
+
+
+# Streams
+
+
+@settings(max_examples=200, deadline=None)
+@given(_say)
+async def test_the_deltas_of_a_reply_joined_are_its_items_and_streaming_changes_nothing(say):
+    plain = await ScriptedEngine(script=[say]).generate(ask([]))
+    deltas: list[Delta] = []
+    streamed = await ScriptedEngine(script=[say]).generate(replace(ask([]), emit=deltas.append))
+    assert streamed.output == plain.output
+    assert streamed.tokens.generation_token_ids.tolist() == plain.tokens.generation_token_ids.tolist()
+    assert sorted({delta.index for delta in deltas}) == list(range(len(plain.output)))
+    assert [delta.index for delta in deltas] == sorted(delta.index for delta in deltas)
+    for index, item in enumerate(plain.output):
+        mine = [delta for delta in deltas if delta.index == index]
+        if item["type"] == "function_call":
+            assert "".join(delta.arguments for delta in mine) == item["arguments"]
+            assert [delta.name for delta in mine] == [item["name"]] + [None] * (len(mine) - 1)
+        else:
+            assert "".join(delta.text for delta in mine) == item["content"][0]["text"]
+
+
+async def test_each_delta_waits_for_what_the_test_says_and_so_does_the_end():
+    gates = [asyncio.Event() for _ in range(4)]
+    arrived = [asyncio.Event() for _ in range(4)]
+    deltas: list[Delta] = []
+
+    async def pace(request: EngineRequest, number: int) -> None:
+        arrived[number].set()
+        await gates[number].wait()
+
+    engine = ScriptedEngine(script=[{"pieces": ["a", "b", "c"]}], pace=pace)
+    running = asyncio.create_task(engine.generate(replace(ask([]), emit=deltas.append)))
+    for number in range(4):
+        await arrived[number].wait()
+        assert [delta.text for delta in deltas] == ["a", "b", "c"][:number]
+        gates[number].set()
+    assert plain_text((await running).output[0]["content"]) == "abc"
+
+
+@pytest.mark.parametrize("after", [0, 1, 3, 99])
+async def test_a_scripted_fault_comes_after_so_many_deltas(after):
+    deltas: list[Delta] = []
+    say = {"pieces": ["a", "b", "c"], "fault": {"message": "died"}, "fault_after": after}
+    engine = ScriptedEngine(script=[say])
+    with pytest.raises(EngineError, match="died"):
+        await engine.generate(replace(ask([]), emit=deltas.append))
+    assert [delta.text for delta in deltas] == ["a", "b", "c"][:after]
+    with pytest.raises(EngineError, match="died"):
+        await engine.generate(ask([]))
+
+
+async def test_a_prompt_of_ids_is_obeyed_where_the_engine_was_told_to_accept_it():
+    given_ids = np.array([5, 6, 7], dtype=np.uint32)
+    for accepts in (True, False):
+        engine = ScriptedEngine(accepts_token_prompt=accepts)
+        assert engine.capabilities.accepts_token_prompt is accepts
+        reply = await engine.generate(replace(ask([]), prompt_token_ids=given_ids))
+        assert (reply.tokens.prompt_token_ids.tolist() == [5, 6, 7]) is accepts

@@ -11,6 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+import numpy as np
+from numpy.typing import NDArray
+
 from toprope.dialects.deltas import Emit as Emit
 from toprope.tokens.sampled import SampledTokens as SampledTokens
 from toprope.wire.responses import FinishReason as FinishReason
@@ -23,7 +26,11 @@ LogprobsMode = Literal["raw", "processed"]
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do, as declared by its adapter and checked at start."""
+    """What an engine can do, as declared by its adapter and checked at start.
+
+    `accepts_token_prompt`: `EngineRequest.prompt_token_ids` is obeyed; the prompt ids that come back prove it.
+    `streams_ids`: a streamed call returns ids as a plain one does.
+    """
 
     returns_ids: bool
     accepts_token_prompt: bool = False
@@ -39,7 +46,8 @@ class EngineRequest:
     for engines that speak the same dialect and can pass its fields on. `session` is the `X-Session-ID` to use
     upstream. `want_tokens` is True when the call is captured: the engine must return ids and logprobs if it can.
     `emit` is set when the client reads a stream: an engine that can calls it with each delta as it is sampled; one that
-    ignores it is still right, its whole output then leaves at the end.
+    ignores it is still right, its whole output then leaves at the end. `prompt_token_ids` (P,) uint32 are the exact
+    prompt to generate from, in place of the engine's own rendering of the messages; only for engines that accept it.
     """
 
     request: ResponsesRequest
@@ -49,6 +57,7 @@ class EngineRequest:
     dialect: Dialect = "responses"
     body: Mapping[str, Any] = field(default_factory=dict)
     emit: Emit | None = None
+    prompt_token_ids: NDArray[np.uint32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +98,11 @@ class Engine(Protocol):
         """On return the engine can serve. Raises `EngineUnavailable` (naming the URL or the missing part) if not."""
 
     async def generate(self, request: EngineRequest) -> EngineReply:
-        """On return the generation is complete. Raises `EngineError` subclasses; never returns half a reply."""
+        """On return the generation is complete, all of `emit`'s deltas were given and none comes any more.
+
+        Raises `EngineError` subclasses; never returns half a reply. One raised after a delta was given ends a stream
+        that cannot be repeated: the client's connection is cut. Cancelling it ends the generation.
+        """
 
     async def close(self) -> None:
         """On return no request is running and no thread, process or socket of the engine is left."""
