@@ -163,6 +163,8 @@ def _check_server(configuration: Configuration, name: str, server: ServerConfig,
         )
     if isinstance(server, ResourcesConfig):
         check_resources(server, where)
+        if server.judge is not None:
+            _reference(configuration, server.judge, ModelConfig, where.at("judge"))
     if isinstance(server, AgentConfig):
         check_agent(server, where)
         _reference(configuration, server.model, ModelConfig, where.at("model"))

@@ -127,6 +127,7 @@ def _hint(parameter: inspect.Parameter) -> str:
 
 def _extra_hint(error: Exception) -> str:
     extras = {
+        "gymnasium": "gymnasium",
         "reasoning_gym": "reasoning-gym",
         "onnxruntime": "embedded",
         "tokenizers": "embedded",

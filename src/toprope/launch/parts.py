@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from inspect import isclass
+from inspect import isclass, signature
 from typing import Any
 
 from toprope.errors.tree import ConfigError
@@ -48,7 +48,8 @@ def build_parts(configuration: Configuration, client: Client) -> Parts:
         if isinstance(config, ModelConfig):
             engines[name] = _engine(config.engine, where.at("engine"), client)
         elif isinstance(config, ResourcesConfig):
-            environments[name] = _named(config.use, "resources", config.config, where, Environment)
+            offered = _judge(configuration, config, where, client)
+            environments[name] = _named(config.use, "resources", config.config, where, Environment, offered)
         elif isinstance(config, AgentConfig):
             offered = {"client": client, "directory": configuration.directory}
             agents[name] = _named(config.use, "agent", config.config, where, Agent, offered)
@@ -56,6 +57,17 @@ def build_parts(configuration: Configuration, client: Client) -> Parts:
             protocols[name] = _named(config.use, "environment", config.config, where, EpisodeProtocol)
             _check_models(protocols[name], configuration, where.at("config"))
     return Parts(engines, environments, agents, protocols)
+
+
+def _judge(configuration: Configuration, config: ResourcesConfig, where: Where, client: Client) -> dict[str, Any]:
+    """The peer that an environment's `judge` is, if it is asked for. Raises for an environment that asks none."""
+    if config.judge is None:
+        return {}
+    assert config.use is not None  # `config` requires it of a server that runs here
+    if "judge" not in signature(find(config.use, GROUPS["resources"], where.at("use"))).parameters:
+        raise ConfigError(f"{where.at('judge')}: {shown(config.use)} asks no model server; accepted: no such key.")
+    model = configuration.servers[config.judge]
+    return {"judge": client.peer(model.url or f"inline://{config.judge}", "model", api_key=model.api_key)}
 
 
 def _check_models(protocol: EpisodeProtocol, configuration: Configuration, where: Where) -> None:

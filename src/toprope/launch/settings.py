@@ -190,6 +190,10 @@ class ResourcesConfig(_Server, frozen=True, kw_only=True):
     sandbox: Annotated[
         str | None, Meta(description="The provider under `sandboxes` that makes a sandbox for each session.")
     ] = None
+    judge: Annotated[
+        str | None,
+        Meta(description="The model server that scores, for an environment that asks one (`judge`)."),
+    ] = None
     protocol: Annotated[
         Literal["typed", "flat"],
         Meta(

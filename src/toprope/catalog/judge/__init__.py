@@ -1,0 +1,1 @@
+"""`judge`: a rubric scored by a second model server, and tasks for it."""
