@@ -66,7 +66,7 @@ async def test_a_tool_reaches_its_sessions_state_and_works_for_its_rollout(over:
             assert offered["add"]["parameters"]["properties"] == {"n": {"type": "integer"}}
 
 
-@pytest.mark.promise("EP-10")
+@pytest.mark.promise("EP-12")
 @pytest.mark.parametrize(("how", "via"), [("direct_http", "direct_http"), ("mcp", "mcp/streamable_http")])
 async def test_observations_say_which_tool_was_called_over_which_grant(how: str, via: str) -> None:
     turns = [[call("add", {"n": 1}), call("refuse", call_id="c2"), call("nothing", call_id="c3")], [say("done")]]
@@ -101,6 +101,23 @@ async def test_sessions_that_run_at_once_see_each_their_own_state_and_rollout(ho
             assert outputs(reply["result"]["response"])[-1] == f'{{"rollout":"{key}","n":{10 * number + 2}}}'
         assert home.environment.seen == {key: {key} for key in rollouts}
         assert home.idle()
+
+
+@pytest.mark.promise("ID-2")
+async def test_a_thousand_interleaved_calls_over_mcp_never_mix_rollouts() -> None:
+    accept = {"accept": "application/json, text/event-stream"}
+    body = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "where", "arguments": {}}}
+    async with house() as home:
+        held = {f"r.{number}-0": (await seeded(home, f"r.{number}-0")).headers[TOOLS] for number in range(50)}
+
+        async def ask(key: str, *, prefixed: bool) -> None:
+            peer = home.books if prefixed else home.client.peer("inline://counter", None)
+            with rollout_context(key):
+                reply = await peer.request("POST", "/mcp", body=body, headers={TOOLS: held[key], **accept})
+            text = reply.json()["result"]["content"][0]["text"]
+            assert text == f'{{"rollout":"{key}","n":0}}', "without a prefix it is the rollout of the session"
+
+        await asyncio.gather(*(ask(f"r.{n % 50}-0", prefixed=bool(n % 3)) for n in range(1000)))
 
 
 @pytest.mark.promise("EP-13")
