@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -221,15 +221,16 @@ class ResourcesServer:
         if type(self.environment).session_tools is Environment.session_tools:
             return None
         found = await self._author("session_tools", Kind.SEED_FAILED, self.environment.session_tools, state, task)
-        unknown = set(found) - set(self.environment.tools)
-        if unknown:
+        named = list(found) if isinstance(found, Iterable) and not isinstance(found, str) else [found]
+        wrong = [name for name in named if name not in self.environment.tools]
+        if wrong:
             raise TopropeError(
-                f"{self.name}: session_tools names {min(unknown)!r}, which is no tool of this environment",
+                f"{self.name}: session_tools names {wrong[0]!r}, which is no tool of this environment",
                 kind=Kind.SEED_FAILED,
                 status=500,
                 retryable=False,
             )
-        return frozenset(found)
+        return frozenset(named)
 
     async def _close(self, request: Request) -> Reply:
         self._credentials.refuse(request)
