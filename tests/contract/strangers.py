@@ -420,7 +420,7 @@ class StrangerEndpoint(Stranger):
 class Running:
     """An app on a socket of its own, in a thread of its own."""
 
-    def __init__(self, app: Any, host: str = "127.0.0.1") -> None:
+    def __init__(self, app: Any, host: str = "127.0.0.1", *, lifespan: Literal["on", "off"] = "off") -> None:
         started = threading.Event()
 
         class Server(uvicorn.Server):
@@ -428,7 +428,7 @@ class Running:
                 await super().startup(sockets)
                 started.set()
 
-        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan="off")
+        config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", lifespan=lifespan)
         sock = config.bind_socket()
         self.url = f"http://{host}:{sock.getsockname()[1]}"
         self._server = Server(config)
