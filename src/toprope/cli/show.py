@@ -20,6 +20,14 @@ def show(
             metavar="ROLLOUT", help="A rollout id, or its end (`3-1`: task 3, repeat 1); with `-a<n>` that attempt."
         ),
     ] = None,
+    env_session: Annotated[
+        str | None,
+        typer.Option(
+            "--env-session",
+            metavar="ID",
+            help="Only the rollouts that used this session of an environment's provider, whatever became of them.",
+        ),
+    ] = None,
     json: Annotated[
         bool, typer.Option("--json", help="One JSON object a rollout, or the rollout's whole row.")
     ] = False,
@@ -37,6 +45,8 @@ def show(
     run_dir = existing_directory(directory)
     run_dir.require_run()
     lines = read_rollouts(run_dir)
+    if env_session is not None:
+        lines = _that_used(lines, env_session, directory)
     if rollout is not None:
         _show_one(run_dir, _choose(lines, rollout, directory), as_json=json)
     elif json:
@@ -44,6 +54,19 @@ def show(
             typer.echo(msgspec.json.encode(line).decode())
     else:
         _show_all(lines)
+
+
+def _that_used(lines: list[RolloutLine], env_session: str, directory: Path) -> list[RolloutLine]:
+    from toprope.errors.tree import ConfigError
+
+    found = [line for line in lines if env_session in line.env_sessions]
+    if not found:
+        known = sum(bool(line.env_sessions) for line in lines)
+        raise ConfigError(
+            f"{directory}: no rollout is known to have used the environment session {env_session!r}; {known} of "
+            f"{len(lines)} attempts name one at all (`toprope show {directory} --json` lists them as env_sessions)."
+        )
+    return found
 
 
 def _show_all(lines: list[RolloutLine]) -> None:

@@ -33,6 +33,7 @@ from toprope.collector.events import (
 )
 from toprope.collector.finish import Finisher, Outcome
 from toprope.collector.keys import make_new, require_new_keys
+from toprope.collector.lost import LostAttempts
 from toprope.collector.plan import Plan, Route, make_plan
 from toprope.collector.reconcile import reconcile
 from toprope.collector.request import send
@@ -40,13 +41,14 @@ from toprope.collector.schedule import Attempt, RetryPolicy, Schedule
 from toprope.collector.settings import CaptureSettings, Destination, RunSettings
 from toprope.collector.summary import Summary, summarise, write_summary
 from toprope.collector.tasks import TaskLike, read_tasks
+from toprope.errors.kinds import Delivery
 from toprope.errors.tree import ConfigError, TopropeError
 from toprope.http.client import Peer
 from toprope.results.journal import SessionLine
 from toprope.results.layout import RunDir
 from toprope.results.ledger import Ledger
 from toprope.results.manifest import Manifest, setting_digests
-from toprope.results.rows import now
+from toprope.results.rows import FailureRecord, now
 from toprope.servers.environment.participant import SessionReport
 
 
@@ -80,6 +82,7 @@ class Collector:
         self._announce = Announcer(observers)
         self._stop = StopSignal()
         self._ledger: Ledger | None = None
+        self._lost = LostAttempts(lambda report, event: self.session(report, event=event))
 
     async def collect(
         self, tasks: str | os.PathLike[str] | Iterable[TaskLike], *, taskset: str | None = None
@@ -107,6 +110,7 @@ class Collector:
                 )
             )
             await self._run(plan, ledger)
+            await self._lost.ask()
             await ledger.ended(self._stop.reason or "done", self._stop.message)
         except BaseException as error:
             # The run is lost, its rows are not: say why it ended, if the disk still lets us, and let the error go on.
@@ -192,14 +196,22 @@ class Collector:
                 )
             )
         except Stopped:
+            self._lose(destination, attempt)
             await ledger.interrupted(attempt.identity)
             self._announce(Interrupted(attempt.rollout.rollout_id, attempt.number))
             return
+        if isinstance(came, FailureRecord) and came.delivery == Delivery.POSSIBLY_DELIVERED:
+            self._lose(destination, attempt)
         outcome = await finisher.finish(attempt, came, captured=captured, doubt=doubt)
         self._report(attempt, outcome, schedule, time.monotonic() - started)
         too_many = finisher.masks.verdict()
         if too_many is not None and self._stop.reason is None:
             self.stop("mask_fraction", too_many, cancel=True)
+
+    def _lose(self, destination: Destination, attempt: Attempt) -> None:
+        """Nothing came back of `attempt`: what sessions it had is asked for at the end of the run."""
+        if not destination.agent_run and not destination.tells_sessions:
+            self._lost.add(destination.peer, attempt.key)
 
     def _report(self, attempt: Attempt, outcome: Outcome, schedule: Schedule, seconds: float) -> None:
         failure = outcome.failure

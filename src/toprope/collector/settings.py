@@ -102,6 +102,8 @@ class Destination:
     dispatches while several task sets still have tasks, `sampling` what is set in `responses_create_params` of every
     task (over what the task says). `read` is the `read` of the environment's protocol, where it is known: a task that
     it refuses is bad input, and nothing runs. `agent_run`: the peer is an agent, whose own `/run` runs the episode.
+    `tells_sessions`: the server tells its sessions by itself (inline), so it need not be asked for those of a lost
+    attempt.
     """
 
     peer: Peer
@@ -111,6 +113,7 @@ class Destination:
     sampling: Mapping[str, Any] = field(default_factory=dict)
     read: Callable[[Mapping[str, Any]], object] | None = None
     agent_run: bool = False
+    tells_sessions: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < math.inf:

@@ -126,6 +126,7 @@ class RunJob:
 
     def _destination(self, world: World, share: EnvironmentShare) -> Destination:
         known = route(self.configuration, self.parts, share.environment, share)
+        config = self.configuration.servers[share.environment]
         return Destination(
             peer=world.peer(share.environment),
             name=share.environment,
@@ -133,7 +134,8 @@ class RunJob:
             weight=known.weight,
             sampling=known.sampling,
             read=known.read,
-            agent_run=isinstance(self.configuration.servers[share.environment], AgentConfig),
+            agent_run=isinstance(config, AgentConfig),
+            tells_sessions=config.url is None,
         )
 
     async def _session_opened(self, report: SessionReport) -> None:

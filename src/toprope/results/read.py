@@ -54,6 +54,8 @@ class ResultHead(msgspec.Struct, frozen=True):
     mask_sample: bool = False
     reward_components: Any = None
     termination: Any = None
+    env_session_id: Any = None
+    seed_env_session_id: Any = None
     masked_by: list[str] = msgspec.field(name="_ng_masked_by", default=[])
     capture: CaptureHead | None = msgspec.field(name="_ng_token_capture", default=None)
 
@@ -77,6 +79,7 @@ class FailureHead(msgspec.Struct, frozen=True):
     stage: str
     terminal: bool
     failure_reason: str
+    env_session_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

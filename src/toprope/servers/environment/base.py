@@ -113,7 +113,7 @@ class EnvironmentServer:
             gradable_on_timeout=gradable_on_timeout,
             close_reply_optional=close_reply == "optional",
             on_session=self._report,
-            on_closed=on_session_closed,
+            on_closed=self._report_closed,
             flat_resources=resources_protocol == "flat",
             models=dict(models or {}),
         )
@@ -122,6 +122,8 @@ class EnvironmentServer:
         self._in_flight: set[str] = set()
         self._reports: deque[tuple[int, SessionReport]] = deque(maxlen=KEPT_REPORTS)
         self._reported = 0
+        self._closed: dict[str, None] = {}
+        self._on_session_closed = on_session_closed
         self.app = build_app(
             name=name,
             role="environment",
@@ -208,11 +210,24 @@ class EnvironmentServer:
             if told is not None:
                 await told
 
+    async def _report_closed(self, report: SessionReport) -> None:
+        self._closed[report.session_id] = None
+        if len(self._closed) > KEPT_REPORTS:
+            del self._closed[next(iter(self._closed))]
+        if self._on_session_closed is not None:
+            told = self._on_session_closed(report)
+            if told is not None:
+                await told
+
     async def _sessions(self, request: Request) -> Reply:
         since = request.query.get("since", "0")
         after = int(since) if since.isascii() and since.isdigit() else 0
         kept = [
-            {"number": number, **{k: v for k, v in dataclasses.asdict(report).items() if v is not None}}
+            {
+                "number": number,
+                **{k: v for k, v in dataclasses.asdict(report).items() if v is not None},
+                "closed": report.session_id in self._closed,
+            }
             for number, report in self._reports
             if number > after
         ]
