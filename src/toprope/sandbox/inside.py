@@ -72,7 +72,11 @@ def main(arguments: list[str]) -> NoReturn:
 
         threading.Thread(target=_serve, args=(listener, orders["forward"]["socket"]), daemon=True).start()
     while True:
-        pid, how = os.wait()
+        try:
+            pid, how = os.wait()
+        except ChildProcessError:  # the one who ends everything waited for the last: it ends this too
+            signal.pause()
+            continue
         if pid == program:
             if keep:
                 _end_family()
@@ -137,7 +141,8 @@ def _adopt() -> None:
 
 
 def _end_family() -> None:
-    """Kill every descendant, those that are made meanwhile included: each is stopped before any is killed."""
+    """Kill every descendant, those that are made meanwhile included: each is stopped before any is killed. Wait for
+    each, so that no zombie is left to whoever is process 1 of this host."""
     import time
 
     end = time.monotonic() + _PATIENCE_S
@@ -148,11 +153,19 @@ def _end_family() -> None:
                     os.kill(pid, number)
                 except OSError:
                     pass  # it ended meanwhile
-        try:
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        except ChildProcessError:
-            return
+        _wait_for_the_dead()
+    while _wait_for_the_dead() and time.monotonic() < end:
+        time.sleep(0.001)
+
+
+def _wait_for_the_dead() -> bool:
+    """Whether there are children still."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return False
+    return True
 
 
 def _family() -> list[int]:

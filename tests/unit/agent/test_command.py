@@ -257,7 +257,8 @@ async def test_a_hostile_program_reaches_one_url_with_its_own_key_and_no_file_of
     async with workshop(agent, tmp_path, client, kind=kind, api_key="sk-of-the-server") as house:
         agent._argv[-2] = house.model.url
         found = told((await house.one())[0])
-        assert found.pop("environ").split("\0")[1:] == [""], "what started it was given a PATH and nothing else"
+        given = {line.partition("=")[0] for line in found.pop("environ").split("\0")}
+        assert given <= {"PATH", "PWD", ""}, "what started it was given a PATH and nothing else"
         assert found == {
             "other key": 401,
             "other rollout": 403,
