@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 
 from toprope.errors.kinds import Delivery, Kind
-from toprope.errors.tree import PeerError
+from toprope.errors.tree import PeerError, TransportError
 from toprope.http.exchange import (
     Exchange,
     OpenReply,
@@ -58,6 +58,16 @@ class StreamedReply:
         """What is not read yet, as a whole reply: the words of an error, mostly."""
         body = b"".join([piece async for piece in self])
         return Reply(self.status, body, self.headers, url=self.url, attempts=self.attempts)
+
+    async def settle(self, within_s: float) -> None:
+        """Read on to the body's end, for `within_s` seconds at most: for a reader that knows that nothing more comes,
+        so that the connection can be used again. Never raises what the reading does."""
+        try:
+            async with asyncio.timeout(within_s):
+                async for _ in self:
+                    pass
+        except (TimeoutError, TransportError, PeerError):  # then the connection is closed on leaving
+            return
 
 
 class Opening:

@@ -77,6 +77,8 @@ class ScriptedUpstream:
         self.idle.clear()
         try:
             await self._answer_one(scope, receive, send)
+        except asyncio.CancelledError:  # the server goes down with this call in hand
+            return
         finally:
             self.open -= 1
             if self.open == 0:

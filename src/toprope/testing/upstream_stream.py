@@ -112,11 +112,12 @@ def streamed(
     whole = json.loads(body)
     choice = whole["choices"][0]
     message = choice["message"]
-    deltas = _deltas(message, size) or [{"content": ""}]
+    deltas = _deltas(message, size) or [{}]
     if hold_back:
         deltas = [each for delta in deltas for each in ({}, delta)]
     ids, content = choice.get("token_ids"), (choice.get("logprobs") or {}).get("content")
-    chunks = [chunk({"role": "assistant", "content": ""}, prompt_token_ids=whole.get("prompt_token_ids"))]
+    opening = {"role": "assistant"} if message.get("content") is None else {"role": "assistant", "content": ""}
+    chunks = [chunk(opening, prompt_token_ids=whole.get("prompt_token_ids"))]
     for index, delta in enumerate(deltas):
         at, to = (len(ids or content or ()) * n // len(deltas) for n in (index, index + 1))
         made = chunk(delta, token_ids=None if ids is None else ids[at:to])

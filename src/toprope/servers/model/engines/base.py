@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toprope.dialects.deltas import Emit as Emit
+from toprope.errors.tree import EngineUnavailable
 from toprope.tokens.sampled import SampledTokens as SampledTokens
 from toprope.wire.responses import FinishReason as FinishReason
 from toprope.wire.responses import Item, ResponsesRequest
@@ -82,6 +83,10 @@ class EngineReply:
     losses: tuple[str, ...] = ()
 
 
+class StreamDied(EngineUnavailable):
+    """An engine failed after deltas had left: nothing can be repeated here, and the client's connection is cut."""
+
+
 @runtime_checkable
 class NamesModel(Protocol):
     """Optional: an engine that knows the name of the model it serves (for `GET /v1/models`)."""
@@ -100,8 +105,8 @@ class Engine(Protocol):
     async def generate(self, request: EngineRequest) -> EngineReply:
         """On return the generation is complete, all of `emit`'s deltas were given and none comes any more.
 
-        Raises `EngineError` subclasses; never returns half a reply. One raised after a delta was given ends a stream
-        that cannot be repeated: the client's connection is cut. Cancelling it ends the generation.
+        Raises `EngineError` subclasses; never returns half a reply. One raised after a delta was given (`StreamDied`
+        says so by its class) ends a stream that cannot be repeated. Cancelling it ends the generation.
         """
 
     async def close(self) -> None:

@@ -9,23 +9,18 @@ the meaning of provider errors (`provider_errors`), judging ids (the recorder).
 from __future__ import annotations
 
 import asyncio
-import logging
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from toprope.dialects.chat_reply import finish_from_chat, output_from_chat
 from toprope.dialects.chat_request import clean_chat_body, request_to_chat
-from toprope.errors.tree import BadRequest, ConfigError, EngineError, EngineUnavailable, ModelRejected, TransportError
+from toprope.errors.tree import BadRequest, ModelRejected
 from toprope.http.client import Client
-from toprope.http.reply import Reply
+from toprope.http.peer import MAX_REPLY_BYTES
 from toprope.protocol.headers import CLIENT_SESSION
 from toprope.servers.model.engines.base import Capabilities, EngineReply, EngineRequest, LogprobsMode, SampledTokens
-from toprope.servers.model.engines.provider_errors import provider_error
-from toprope.wire.chat import BadChatReply, ChatReply, read_chat_reply
-from toprope.wire.fields import write_object
-
-log = logging.getLogger(__name__)
+from toprope.servers.model.engines.chat_endpoint import ChatEndpoint, EndpointBounds, no_completion
+from toprope.wire.chat import ChatReply
 
 
 class OpenAIEngine:
@@ -33,8 +28,10 @@ class OpenAIEngine:
 
     `model` is sent upstream instead of what the client names; without it the client's name is, and one that names none
     gets the endpoint's only model. `return_token_ids` declares that the endpoint returns ids and logprobs when asked
-    as vLLM is. `max_attempts` and `retry_budget_s` bound what is sent again after 429 and 5xx; `timeout_s` bounds one
-    generation. Raises `ConfigError` for a base URL that is none.
+    as vLLM is. `stream_usage` asks for usage in streams, which an endpoint that refuses `stream_options` must not be.
+    `max_attempts` and `retry_budget_s` bound what is sent again after 429 and 5xx; `timeout_s` bounds one generation,
+    `idle_timeout_s` the time without a byte of a stream, `max_reply_bytes` the reply. Raises `ConfigError` for a base
+    URL that is none.
     """
 
     def __init__(
@@ -47,40 +44,31 @@ class OpenAIEngine:
         return_token_ids: bool = False,
         logprobs_mode: LogprobsMode = "raw",
         reasoning_field: str = "reasoning_content",
+        stream_usage: bool = True,
         max_attempts: int = 3,
         retry_budget_s: float = 60.0,
         timeout_s: float | None = None,
+        idle_timeout_s: float | None = 600.0,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
-        if max_attempts < 1:
-            raise ConfigError(f"max_attempts {max_attempts}: expected at least 1")
-        self.base_url = base_url.rstrip("/")
-        try:
-            self._peer = client.peer(self.base_url, None, api_key=api_key)
-        except ValueError as error:
-            raise ConfigError(f"base_url: {error}") from error
-        self.capabilities = Capabilities(returns_ids=return_token_ids, logprobs_mode=logprobs_mode)
+        bounds = EndpointBounds(max_attempts, retry_budget_s, timeout_s, idle_timeout_s, max_reply_bytes)
+        self._endpoint = ChatEndpoint(client=client, base_url=base_url, api_key=api_key, bounds=bounds, pause=pause)
+        self.base_url = self._endpoint.base_url
+        self.capabilities = Capabilities(
+            returns_ids=return_token_ids, streams_ids=return_token_ids, logprobs_mode=logprobs_mode
+        )
         self.model = model
         self._only_model: str | None = None
         self._reasoning_field = reasoning_field
-        self._max_attempts = max_attempts
-        self._retry_budget_s = retry_budget_s
-        self._timeout_s = timeout_s
-        self._pause = pause
+        self._stream_usage = stream_usage
 
     async def start(self) -> None:
         """On return the endpoint answered `/models`. Raises `EngineUnavailable` or `ModelAuth` naming the URL."""
-        try:
-            reply = await self._peer.request("GET", "/models", timeout_s=10.0)
-        except TransportError as error:
-            raise EngineUnavailable(f"the engine at {self.base_url} cannot be reached: {error.message}") from error
-        if reply.status in (404, 405, 501):  # not every endpoint lists its models; one that answers is alive
-            return
-        if reply.status >= 400:
-            raise provider_error(reply)
-        models = _model_names(reply)
-        if len(models) == 1:
-            self._only_model = models[0]
+        models = await self._endpoint.models() or []
+        names = [entry["id"] for entry in models if isinstance(entry.get("id"), str)]
+        if len(names) == 1:
+            self._only_model = names[0]
 
     async def close(self) -> None:
         """Nothing to close: connections belong to the client that was given."""
@@ -88,28 +76,7 @@ class OpenAIEngine:
     async def generate(self, request: EngineRequest) -> EngineReply:
         """One completion. Raises `EngineError` with the provider's status and words once the bounds are reached."""
         body, losses = self._body(request)
-        pinned = request.want_tokens and self.capabilities.returns_ids
-        asked = request.dialect == "chat" and request.body.get("logprobs") is True
-        headers = {} if request.session is None else {CLIENT_SESSION: request.session}
-        reply = await self._send(write_object(body), headers)
-        try:
-            completion = read_chat_reply(reply.body, keep_logprobs=asked)
-            output = output_from_chat(completion.message, request.call_id)
-        except (BadChatReply, BadRequest) as error:
-            raise EngineUnavailable(f"{reply.url} answered 200 with what is no chat completion: {error}") from error
-        tokens, fault = _tokens(completion, request.want_tokens, pinned)
-        return EngineReply(
-            output=output,
-            finish_reason=finish_from_chat(completion.finish_reason, output),
-            model=completion.model or str(body["model"]),
-            usage=completion.usage,
-            tokens=tokens,
-            token_fault=fault,
-            response_id=completion.id,
-            logprobs=completion.logprobs,
-            extra=completion.extra,
-            losses=losses,
-        )
+        return await generate_at(self._endpoint, request, body, losses, pinned=self.capabilities.returns_ids)
 
     def _body(self, request: EngineRequest) -> tuple[dict[str, Any], tuple[str, ...]]:
         losses: tuple[str, ...] = ()
@@ -126,36 +93,48 @@ class OpenAIEngine:
             body["logprobs"] = True
             top = body.get("top_logprobs")
             body["top_logprobs"] = top if isinstance(top, int) and not isinstance(top, bool) and top > 0 else 0
+        set_streaming(body, request, usage=self._stream_usage)
         return body, losses
 
-    async def _send(self, body: bytes, headers: dict[str, str]) -> Reply:
-        """The 200 of the endpoint; 429 and 5xx are sent again within one counter, Retry-After honoured."""
-        deadline = time.monotonic() + self._retry_budget_s
-        attempt = 0
-        while True:
-            attempt += 1
-            error = await self._attempt(body, headers)
-            if isinstance(error, Reply):
-                return error
-            delay = _delay(error, attempt)
-            again = error.retryable and attempt < self._max_attempts and time.monotonic() + delay <= deadline
-            if attempt == 1:  # said at once: a run that waits for an ailing provider should not look idle
-                log.warning("%s [%s]; %s", error, error.kind, f"again in {delay:.1f} s" if again else "not sent again")
-            if not again:
-                raise error
-            await self._pause(delay)
 
-    async def _attempt(self, body: bytes, headers: dict[str, str]) -> Reply | EngineError:
-        try:
-            reply = await self._peer.request(
-                "POST", "/chat/completions", body=body, headers=headers, timeout_s=self._timeout_s
-            )
-        except TransportError as error:
-            # Whether it was delivered is unknown or was tried again already: the client's turn, not ours.
-            raise EngineUnavailable(
-                f"the engine at {self.base_url} did not answer: {error.message}", delivery=error.delivery
-            ) from error
-        return reply if reply.status < 400 else provider_error(reply)
+async def generate_at(
+    endpoint: ChatEndpoint, request: EngineRequest, body: dict[str, Any], losses: tuple[str, ...], *, pinned: bool
+) -> EngineReply:
+    """Send `body` to `endpoint`, streamed if the request wants deltas, and read the reply. `pinned`: it asks for ids
+    where tokens are wanted. Raises as `Engine.generate`."""
+    asked = request.dialect == "chat" and request.body.get("logprobs") is True
+    headers = {} if request.session is None else {CLIENT_SESSION: request.session}
+    if request.emit is None:
+        completion = await endpoint.complete(body, headers, keep_logprobs=asked)
+    else:
+        completion = await endpoint.stream(
+            body, headers, call_id=request.call_id, emit=request.emit, keep_logprobs=asked
+        )
+    try:
+        output = output_from_chat(completion.message, request.call_id)
+    except BadRequest as error:
+        raise no_completion(endpoint.base_url, error) from error
+    tokens, fault = _tokens(completion, request.want_tokens, pinned and request.want_tokens)
+    return EngineReply(
+        output=output,
+        finish_reason=finish_from_chat(completion.finish_reason, output),
+        model=completion.model or str(body["model"]),
+        usage=completion.usage,
+        tokens=tokens,
+        token_fault=fault,
+        response_id=completion.id,
+        logprobs=completion.logprobs,
+        extra=completion.extra,
+        losses=losses,
+    )
+
+
+def set_streaming(body: dict[str, Any], request: EngineRequest, *, usage: bool = True) -> None:
+    """Make `body` ask for a stream, with `usage` at its end, where the request wants deltas."""
+    if request.emit is not None:
+        body["stream"] = True
+        if usage:
+            body["stream_options"] = {"include_usage": True}
 
 
 def _tokens(completion: ChatReply, want_tokens: bool, pinned: bool) -> tuple[SampledTokens | None, str | None]:
@@ -171,18 +150,3 @@ def _tokens(completion: ChatReply, want_tokens: bool, pinned: bool) -> tuple[Sam
     missing = ", ".join(name for name, value in parts.items() if value is None)
     asked = "asked for and not returned" if pinned else "not asked for (return_token_ids is off)"
     return None, f"no_token_ids: {missing} were {asked}"
-
-
-def _delay(error: EngineError, attempt: int) -> float:
-    """Seconds until the next try: what the provider asks for, else 0.5, 1, 2 ..."""
-    try:
-        return max(0.0, float(error.headers.get("retry-after", "")))
-    except ValueError:
-        return 0.5 * 2.0 ** (attempt - 1)
-
-
-def _model_names(reply: Reply) -> list[str]:
-    body = reply.json()
-    data = body.get("data") if isinstance(body, dict) else None
-    names = [entry.get("id") for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
-    return [name for name in names if isinstance(name, str)]

@@ -56,6 +56,20 @@ def provider_error(reply: Reply) -> EngineError:
     return ModelRejected(text, upstream_status=status)
 
 
+def event_error(event: dict[str, Any], data: bytes, url: str) -> EngineError:
+    """The error for an error event in a stream, whose status stands in its `code`, if anywhere."""
+    error = event.get("error")
+    inner = error if isinstance(error, dict) else event
+    code = inner.get("code") or inner.get("status_code") or inner.get("status")
+    try:
+        status = int(code) if code is not None else 500
+    except (TypeError, ValueError):
+        status = 400 if str(inner.get("type", "")).startswith("invalid_request") else 500
+    status = status if 400 <= status < 600 else 500
+    body = data if isinstance(error, dict) else b'{"error":' + data + b"}"
+    return provider_error(Reply(status, body, url=url))
+
+
 def _body(reply: Reply) -> dict[str, Any]:
     try:
         value = reply.json()

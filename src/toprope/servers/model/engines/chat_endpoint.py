@@ -1,0 +1,266 @@
+"""One OpenAI-compatible endpoint: `POST <base_url>/chat/completions`, plain and streamed, tried again within bounds.
+
+    before the first delta     429 and 5xx are sent again within one counter, Retry-After honoured; the rest is terminal
+    after it                   whatever ends the stream early is a `StreamDied`: nothing can be repeated
+
+A streamed completion is read to its end into the same value as a plain one, so that ids, logprobs and faults are judged
+alike. Left to others: what is asked for (`openai`, `vllm`), what a provider's error means (`provider_errors`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from toprope.dialects.chat_stream_reader import ChatStreamReader
+from toprope.errors.kinds import Delivery
+from toprope.errors.tree import ConfigError, EngineError, EngineUnavailable, PeerError, TransportError
+from toprope.http.client import Client
+from toprope.http.peer import MAX_REPLY_BYTES
+from toprope.http.replystream import StreamedReply
+from toprope.servers.model.engines.base import Emit, StreamDied
+from toprope.servers.model.engines.provider_errors import event_error, provider_error
+from toprope.wire.chat import BadChatReply, ChatReply, read_chat_object, read_chat_reply
+from toprope.wire.fields import write_object
+from toprope.wire.sse import SseEvent, SseReader, SseTooLarge
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_PATH = "/chat/completions"
+_SETTLE_S = 0.05
+"""Seconds that the end of a finished stream's body is waited for, so that its connection can be used again."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointBounds:
+    """What one call may take: attempts and seconds for sending it again, seconds in all and without a byte, bytes.
+
+    None is no bound. Raises `ConfigError` for what cannot be one.
+    """
+
+    max_attempts: int = 3
+    retry_budget_s: float = 60.0
+    timeout_s: float | None = None
+    idle_timeout_s: float | None = 600.0
+    max_reply_bytes: int = MAX_REPLY_BYTES
+
+    def __post_init__(self) -> None:
+        if self.max_attempts < 1:
+            raise ConfigError(f"max_attempts {self.max_attempts}: expected at least 1")
+        for name in ("timeout_s", "idle_timeout_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name} {value}: expected seconds above 0, or null for no bound")
+
+
+class ChatEndpoint:
+    """The endpoint at `base_url` (with its `/v1`). Raises `ConfigError` for a base URL that is none."""
+
+    def __init__(
+        self,
+        *,
+        client: Client,
+        base_url: str,
+        api_key: str | None,
+        bounds: EndpointBounds,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        try:
+            self.peer = client.peer(self.base_url, None, api_key=api_key)
+        except ValueError as error:
+            raise ConfigError(f"base_url: {error}") from error
+        self._bounds = bounds
+        self._pause = pause
+
+    async def models(self) -> list[dict[str, Any]] | None:
+        """The entries of `/models`, None where it has no such route. Raises `EngineError` naming the URL."""
+        try:
+            reply = await self.peer.request("GET", "/models", timeout_s=10.0)
+        except TransportError as error:
+            raise EngineUnavailable(f"the engine at {self.base_url} cannot be reached: {error.message}") from error
+        if reply.status in (404, 405, 501):  # not every endpoint lists its models; one that answers is alive
+            return None
+        if reply.status >= 400:
+            raise provider_error(reply)
+        body = reply.json()
+        data = body.get("data") if isinstance(body, dict) else None
+        return [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
+
+    async def complete(
+        self, body: dict[str, Any], headers: Mapping[str, str], *, keep_logprobs: bool = False
+    ) -> ChatReply:
+        """One completion, whole. Raises `EngineError` with the provider's words once the bounds are reached."""
+        data = write_object(body)
+        bounds = self._bounds
+
+        async def attempt() -> ChatReply | EngineError:
+            try:
+                reply = await self.peer.request(
+                    "POST",
+                    _PATH,
+                    body=data,
+                    headers=headers,
+                    timeout_s=bounds.timeout_s,
+                    max_bytes=bounds.max_reply_bytes,
+                )
+            except TransportError as error:
+                raise self._unanswered(error) from error
+            if reply.status >= 400:
+                return provider_error(reply)
+            try:
+                return read_chat_reply(reply.body, keep_logprobs=keep_logprobs)
+            except BadChatReply as error:
+                raise no_completion(reply.url, error) from error
+
+        return await self._within_bounds(attempt)
+
+    async def stream(
+        self,
+        body: dict[str, Any],
+        headers: Mapping[str, str],
+        *,
+        call_id: str,
+        emit: Emit,
+        keep_logprobs: bool = False,
+    ) -> ChatReply:
+        """One completion whose deltas went to `emit` as they came. Raises as `complete`, and `StreamDied`.
+
+        An endpoint that answers whole although a stream was asked for is right too.
+        """
+        data = write_object(body)
+        bounds = self._bounds
+        reading = _Reading(emit, keep_logprobs, bounds.max_reply_bytes)
+
+        async def attempt() -> ChatReply | EngineError:
+            try:
+                async with self.peer.stream(
+                    "POST",
+                    _PATH,
+                    body=data,
+                    headers=headers,
+                    timeout_s=bounds.timeout_s,
+                    idle_timeout_s=bounds.idle_timeout_s,
+                    max_bytes=bounds.max_reply_bytes,
+                ) as reply:
+                    if reply.status >= 400:
+                        return provider_error(await reply.whole())
+                    return await reading.read(reply, call_id)
+            except TransportError as error:
+                if reading.begun:
+                    raise StreamDied(
+                        f"the engine at {self.base_url} died in mid-stream: {error.message}",
+                        delivery=Delivery.DELIVERED,
+                    ) from error
+                raise self._unanswered(error) from error
+            except EngineError as error:
+                if reading.begun:
+                    raise StreamDied(error.message, kind=error.kind, upstream_status=error.upstream_status) from error
+                if error.upstream_status is None:  # not the provider's word: the client's turn, as for a plain reply
+                    raise
+                return error
+
+        return await self._within_bounds(attempt)
+
+    def _unanswered(self, error: TransportError) -> EngineUnavailable:
+        # Whether it was delivered is unknown or was tried again already: the client's turn, not ours.
+        return EngineUnavailable(
+            f"the engine at {self.base_url} did not answer: {error.message}", delivery=error.delivery
+        )
+
+    async def _within_bounds(self, attempt: Callable[[], Awaitable[T | EngineError]]) -> T:
+        deadline = time.monotonic() + self._bounds.retry_budget_s
+        count = 0
+        while True:
+            count += 1
+            outcome = await attempt()
+            if not isinstance(outcome, EngineError):
+                return outcome
+            delay = _delay(outcome, count)
+            again = outcome.retryable and count < self._bounds.max_attempts and time.monotonic() + delay <= deadline
+            if count == 1:  # said at once: a run that waits for an ailing provider should not look idle
+                then = f"again in {delay:.1f} s" if again else "not sent again"
+                log.warning("%s [%s]; %s", outcome, outcome.kind, then)
+            if not again:
+                raise outcome
+            await self._pause(delay)
+
+
+class _Reading:
+    """One call's stream, over all its attempts; `begun` once a delta was given."""
+
+    def __init__(self, emit: Emit, keep_logprobs: bool, limit: int) -> None:
+        self.begun = False
+        self._emit = emit
+        self._keep_logprobs = keep_logprobs
+        self._limit = limit
+
+    async def read(self, reply: StreamedReply, call_id: str) -> ChatReply:
+        """The completion. Raises `EngineError` for an error event, for garbage and for an end without a finish."""
+        kind = reply.headers.get("content-type", "")
+        try:
+            if kind.partition(";")[0].strip().lower() == "application/json":
+                whole = await reply.whole()
+                return read_chat_reply(whole.body, keep_logprobs=self._keep_logprobs)
+            reader = ChatStreamReader(call_id)
+            if not await self._read_events(reply, reader) and reader.finish_reason is None:
+                raise EngineUnavailable(f"{reply.url}: the stream ended without a finish reason and without [DONE]")
+            return read_chat_object(reader.result(), keep_logprobs=self._keep_logprobs)
+        except (BadChatReply, SseTooLarge) as error:
+            raise no_completion(reply.url, error) from error
+        except PeerError as error:  # over the limit, or an encoding that cannot be read
+            raise EngineUnavailable(error.message, retryable=False) from error
+
+    async def _read_events(self, reply: StreamedReply, reader: ChatStreamReader) -> bool:
+        """Read to the end; whether `[DONE]` said so."""
+        events = SseReader(self._limit)
+        async for piece in reply:
+            for event in events.feed(piece):
+                if self._take(event, reader, reply.url):
+                    await reply.settle(_SETTLE_S)
+                    return True
+        return any(self._take(event, reader, reply.url) for event in events.end())
+
+    def _take(self, event: SseEvent, reader: ChatStreamReader, url: str) -> bool:
+        if event.data == b"[DONE]":
+            return True
+        chunk = _parsed(event.data)
+        if isinstance(chunk, dict) and (chunk.get("error") or event.event == "error"):
+            raise event_error(chunk, event.data, url)
+        for delta in reader.feed(chunk):
+            self.begun = True
+            self._emit(delta)
+        return False
+
+
+def no_completion(url: str, why: Exception) -> EngineUnavailable:
+    """The error for a 200 that cannot be used."""
+    return EngineUnavailable(f"{url} answered 200 with what is no chat completion: {why}")
+
+
+def _parsed(data: bytes) -> Any:
+    try:
+        return msgspec.json.decode(data)
+    except msgspec.DecodeError:
+        pass
+    try:
+        return json.loads(data)  # takes the bare NaN and the lone surrogates that engines write
+    except (ValueError, RecursionError) as error:
+        raise BadChatReply(f"an event is not JSON: {error}") from error
+
+
+def _delay(error: EngineError, attempt: int) -> float:
+    """Seconds until the next try: what the provider asks for, else 0.5, 1, 2 ..."""
+    try:
+        return max(0.0, float(error.headers.get("retry-after", "")))
+    except ValueError:
+        return 0.5 * 2.0 ** (attempt - 1)
