@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from toprope.canonical.json import dumps
+from toprope.canonical.json import NotJson, dumps
 from toprope.dialects.chat_parts import (
     CALL_PARTS,
     THOUGHT_PARTS,
@@ -21,6 +21,7 @@ from toprope.dialects.chat_parts import (
     reasoning_text,
 )
 from toprope.dialects.pivot import without_token_fields
+from toprope.errors.tree import BadRequest
 from toprope.wire.chat import ROLES
 from toprope.wire.fields import refuse
 from toprope.wire.responses import Item
@@ -142,7 +143,7 @@ def _calls(message: Mapping[str, Any], odd_parts: Iterable[Any], where: str, id_
     legacy = message.get("function_call")
     if isinstance(legacy, dict) and not items:
         items.append(_call({"function": legacy}, f"{where}.function_call", f"call_{id_seed}_0"))
-    known = {item["call_id"] for item in items}
+    known = [item["call_id"] for item in items]
     for index, part in enumerate(odd_parts):
         if _is_odd(part) and part.get("type") in CALL_PARTS and part.get("id") not in known:
             arguments = part.get("arguments", part.get("args", part.get("input")))
@@ -174,10 +175,16 @@ def _call(call: Mapping[str, Any], where: str, fallback_id: str) -> Item:
 
 
 def argument_text(arguments: Any) -> str:
-    """Arguments as the string that stands in the wire: a string as it is; an object, which has no own bytes, dumped."""
+    """Arguments as the string that stands in the wire: a string as it is; an object, which has no own bytes, dumped.
+
+    Raises `BadRequest` for an object that is nested too deeply.
+    """
     if isinstance(arguments, str):
         return arguments
-    return "" if arguments is None else dumps(arguments).decode()
+    try:
+        return "" if arguments is None else dumps(arguments).decode()
+    except NotJson as error:
+        raise BadRequest(f"the arguments of a tool call cannot be written as JSON: {error}", status=400) from error
 
 
 def _tool_output(message: Mapping[str, Any], open_calls: list[str], where: str) -> Item:

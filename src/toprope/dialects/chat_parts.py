@@ -37,8 +37,16 @@ def check_parts(content: Any, where: str) -> None:
     if not isinstance(content, list):
         raise refuse(where, content, "null, a string or a list of parts")
     for index, part in enumerate(content):
-        if not isinstance(part, str | dict):
-            raise refuse(f"{where}[{index}]", part, "an object with a type")
+        if not isinstance(part, str):
+            _check_part(part, f"{where}[{index}]")
+
+
+def _check_part(part: Any, where: str) -> Part:
+    if not isinstance(part, dict):
+        raise refuse(where, part, "an object with a type")
+    if not isinstance(part.get("type"), str | None):
+        raise refuse(f"{where}.type", part["type"], "the kind of a part")
+    return part
 
 
 def text_part(text: str, text_type: str) -> Part:
@@ -48,11 +56,10 @@ def text_part(text: str, text_type: str) -> Part:
     return {"type": text_type, "text": text}
 
 
-def _part_from_chat(part: Any, text_type: str, where: str) -> Part:
-    if isinstance(part, str):
-        return text_part(part, text_type)
-    if not isinstance(part, dict):
-        raise refuse(where, part, "an object with a type")
+def _part_from_chat(raw: Any, text_type: str, where: str) -> Part:
+    if isinstance(raw, str):
+        return text_part(raw, text_type)
+    part = _check_part(raw, where)
     kind = part.get("type")
     if kind in ("text", "input_text", "output_text") or (kind is None and isinstance(part.get("text"), str)):
         return {**part, **text_part(part.get("text") or "", text_type)}

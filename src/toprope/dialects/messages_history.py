@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toprope.canonical.json import NotJson
 from toprope.dialects.chat_history import argument_text
 from toprope.dialects.chat_parts import Part, text_part
 from toprope.dialects.messages_reply import signed_id
@@ -97,7 +96,7 @@ def _assistant(content: Any, rest: Mapping[str, Any], where: str, id_seed: str) 
 
 def _authored(block: Block, kind: str, where: str, fallback_id: str) -> Item:
     if kind == "tool_use":
-        return _call(block, where, fallback_id)
+        return _call(block, fallback_id)
     if kind == "thinking":
         text = block.get("thinking")
         parts = [{"type": "reasoning_text", "text": text}] if isinstance(text, str) and text else []
@@ -116,18 +115,14 @@ def _authored(block: Block, kind: str, where: str, fallback_id: str) -> Item:
     return without_token_fields({k: v for k, v in block.items() if k != "cache_control"})
 
 
-def _call(block: Block, where: str, fallback_id: str) -> Item:
+def _call(block: Block, fallback_id: str) -> Item:
     """A tool_use block. Its argument string is the object written out, until the record of the call is asked."""
     call_id, name = block.get("id"), block.get("name")
-    try:
-        arguments = argument_text(block.get("input") if block.get("input") is not None else {})
-    except NotJson as error:
-        raise refuse(f"{where}.input", "a value nested too deeply", "an object") from error
     return {
         "type": "function_call",
         "call_id": call_id if isinstance(call_id, str) and call_id else fallback_id,
         "name": name if isinstance(name, str) else "",
-        "arguments": arguments,
+        "arguments": argument_text(block.get("input") if block.get("input") is not None else {}),
     }
 
 

@@ -6,10 +6,10 @@ arrays that a client echoed are taken off, and what could not be honoured is ref
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toprope.dialects.chat_history import items_from_messages
+from toprope.dialects.chat_history import argument_text, items_from_messages
 from toprope.dialects.chat_parts import check_parts, tools_from_chat
 from toprope.dialects.losses import fields_of
 from toprope.dialects.pivot import PivotReply, refuse_unsupported, without_token_fields
@@ -37,12 +37,15 @@ _PARTS = {"reasoning": ("content", "summary"), "function_call_output": ("output"
 _NO_REFERENCE = dict(fields_of("responses -> pivot", "refused"))["item_reference"]
 
 
-def request_from_responses(body: Mapping[str, Any]) -> ResponsesRequest:
-    """The pivot of a Responses body. Raises `BadRequest` (400) naming the field that cannot be read or honoured."""
+def request_from_responses(body: Mapping[str, Any], items: tuple[Item, ...] | None = None) -> ResponsesRequest:
+    """The pivot of a Responses body. Raises `BadRequest` (400) naming the field that cannot be read or honoured.
+
+    `items` is its input as items, from whoever has converted it.
+    """
     refuse_unsupported(body, _REFUSED)
     tools = objects_field(body, "tools")
     return ResponsesRequest(
-        input=items_from_input(body.get("input")),
+        input=items_from_input(body.get("input")) if items is None else items,
         model=text_field(body, "model"),
         instructions=text_field(body, "instructions"),
         tools=tools_from_chat(tools),
@@ -65,8 +68,13 @@ def items_from_input(value: Any) -> tuple[Item, ...]:
         return ({"type": "message", "role": "user", "content": value},)
     if not isinstance(value, list) or not value:
         raise refuse("input", value, "a string or a list with at least one item")
+    return items_from_list(value)
+
+
+def items_from_list(values: Sequence[Any], first: int = 0) -> tuple[Item, ...]:
+    """The entries of an `input` list as items; `first` is the place of the first one there."""
     items: list[Item] = []
-    for index, item in enumerate(value):
+    for index, item in enumerate(values, first):
         if not isinstance(item, dict):
             raise refuse(f"input[{index}]", item, "an object")
         items.extend(_items(item, f"input[{index}]"))
@@ -90,6 +98,8 @@ def _items(item: Item, where: str) -> tuple[Item, ...]:
             item = {**item, "type": "message", "content": [] if content is None else content}
     for name in _PARTS.get(str(kind), ()):
         check_parts(item.get(name), f"{where}.{name}")
+    if kind == "function_call" and not isinstance(item.get("arguments"), str):
+        item = {**item, "arguments": argument_text(item.get("arguments"))}
     return (without_token_fields(item),)
 
 

@@ -34,11 +34,18 @@ def read_object(data: bytes) -> dict[str, Any]:
 
 
 def write_object(value: Mapping[str, Any]) -> bytes:
-    """Compact JSON of values that were read as JSON, so that no NaN needs to be looked for (70 us in a 16 KB body)."""
+    """Compact JSON of values that were read as JSON, so that no NaN needs to be looked for (70 us in a 16 KB body).
+
+    Raises `BadRequest` (400) for nesting that could be read and cannot be written from where this is called.
+    """
     try:
         return msgspec.json.encode(value)
     except (UnicodeEncodeError, OverflowError, TypeError, ValueError, RecursionError):
+        pass
+    try:
         return dumps(value)  # lone surrogates
+    except NotJson as error:
+        raise BadRequest(f"the request cannot be sent on as JSON: {error}", status=400) from error
 
 
 def refuse(field: str, value: object, accepted: str) -> BadRequest:
