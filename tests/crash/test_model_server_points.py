@@ -1,0 +1,177 @@
+"""The model server is killed at twenty points of a call and started again; its client sends the request once more.
+
+Whatever the point: one recorded call a turn. What was durable is never sampled again, what was not is; and the rollout
+trains, since a retry vouches for a turn that was thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.crash.scenes import STORES
+from tests.crash.syscalls import ROOT
+from tests.unit.model.wire import RawCall
+
+from toprope.capture.delivery import finalize_rollout_token_capture
+from toprope.testing.upstream import ScriptedUpstream, UpstreamReply, UpstreamRequest, completion, serving
+
+pytestmark = [pytest.mark.promise("MS-4"), pytest.mark.promise("CP-1"), pytest.mark.promise("CP-6")]
+
+POINTS = 20
+PATH = "/ng-rollout/r/training-token-capture/v1/chat/completions"
+
+
+class Stable:
+    """The parent's side of a process that forks servers."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    async def ask(self, **told: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(told).encode() + b"\n")
+        return await self.hear()
+
+    async def hear(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        found: dict[str, Any] = json.loads(await self._process.stdout.readline())
+        return found
+
+
+@asynccontextmanager
+async def stable() -> AsyncIterator[Stable]:
+    told = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "tests.crash.model_process",
+        cwd=ROOT,
+        env=told,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        yield Stable(process)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        await process.wait()
+
+
+class Samples:
+    """An upstream whose every answer differs, in words and in ids; each prompt holds what was said before."""
+
+    def __init__(self) -> None:
+        self.asked: list[list[Any]] = []
+
+    def __call__(self, request: UpstreamRequest) -> UpstreamReply:
+        messages = request.json()["messages"]
+        self.asked.append(messages)
+        prompt: list[int] = []
+        for message in messages:
+            mine = message["role"] == "assistant"
+            prompt += [*ids_of(int(message["content"].split()[1]))] if mine else [1, 10, 11]
+        number = len(self.asked)
+        word = {"role": "assistant", "content": f"answer {number}"}
+        return completion(word, prompt_token_ids=prompt, token_ids=ids_of(number), log_probs=[-0.1] * 3)
+
+
+def ids_of(number: int) -> list[int]:
+    return [100 + number, 50, 2]
+
+
+async def ask(port: int, messages: list[Any], stream: bool, risen: asyncio.Future[Any]) -> str:
+    """The text of a reply that came whole, asked for again and again, each time marked as the next retry."""
+    data = json.dumps({"model": "m", "messages": messages, "stream": stream}).encode()
+    for count in range(5):
+        try:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            head += f"x-stainless-retry-count: {count}\r\ncontent-length: {len(data)}\r\n\r\n"
+            writer.write(head.encode() + data)
+            call = RawCall(reader, writer)
+            body = (await call.end()).decode()
+            call.close()
+        except (EOFError, ConnectionError):
+            await risen
+            continue
+        assert call.status == 200, body
+        if not stream:
+            return str(json.loads(body)["choices"][0]["message"]["content"])
+        chunks = [json.loads(line[6:]) for line in body.split("\n") if line.startswith("data: {")]
+        return "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    raise AssertionError("five servers died")
+
+
+async def two_turns(servers: Stable, directory: Path, stream: bool, kill_at: int) -> tuple[Samples, list[str]]:
+    """Two turns with a server that dies at a point of the first one; what was sampled, and what the client read."""
+    samples, said = Samples(), []
+    async with serving(ScriptedUpstream(answer=samples)) as upstream:
+        told = {"directory": str(directory), "upstream": upstream}
+        first = await servers.ask(**told, port=0, kill_at=kill_at)
+        port = int(first["url"].rpartition(":")[2])
+
+        async def again() -> Any:
+            assert await servers.ask(wait=first["pid"]) == {"code": -9}
+            return await servers.ask(**told, port=port, kill_at=0)
+
+        risen = asyncio.create_task(again())
+        messages: list[Any] = [{"role": "user", "content": "go"}]
+        for _ in range(2):
+            said.append(await ask(port, messages, stream, risen))
+            messages += [{"role": "assistant", "content": said[-1]}, {"role": "user", "content": "on"}]
+        second = await risen
+        os.kill(second["pid"], 9)
+        await servers.ask(wait=second["pid"])
+    return samples, said
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
+async def test_a_server_killed_at_any_of_twenty_points_leaves_one_recorded_call_a_turn(
+    tmp_path: Path, stream: bool
+) -> None:
+    outcomes = set()
+    async with stable() as servers:
+        size = await _points(servers, tmp_path, stream)
+        assert size > 10 * POINTS
+        for number in range(POINTS):
+            directory = tmp_path / str(number)
+            samples, said = await two_turns(servers, directory, stream, 1 + number * (size - 1) // (POINTS - 1))
+            store = STORES["sqlite"](directory)
+            kept = [entry.generation_token_ids.tolist() for entry in await store.open_entries("r")]
+            output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": said[-1]}]}]
+            row = {"_ng_rollout_id": "r", "_ng_attempt_index": 0, "response": {"id": "x", "output": output}}
+            delivered = await finalize_rollout_token_capture(row, store, settle_s=0)
+            await store.close()
+            assert delivered is not None
+            # The last sample of a turn is the one that the client read, and the only one on record.
+            turns = [len(messages) for messages in samples.asked]
+            last = [max(at for at, size in enumerate(turns, 1) if size == turn) for turn in (1, 3)]
+            where = (number, turns, said, delivered["metrics"])
+            assert said == [f"answer {each}" for each in last], where
+            assert kept == [ids_of(each) for each in last], where
+            assert delivered["metrics"]["mask_reasons"] == [], where
+            assert delivered["rebuilt_response"] is not None, where
+            outcomes.add(turns.count(1))
+    assert outcomes == {1, 2}  # some died before the record and some after it
+
+
+async def _points(servers: Stable, folder: Path, stream: bool) -> int:
+    """How many points the first call of a server has that nobody kills."""
+    async with serving(ScriptedUpstream(answer=Samples())) as upstream:
+        made = await servers.ask(directory=str(folder / "count"), upstream=upstream, port=0, kill_at=None)
+        risen: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        await ask(int(made["url"].rpartition(":")[2]), [{"role": "user", "content": "go"}], stream, risen)
+        size = int((await servers.hear())["points"])
+        os.kill(made["pid"], 9)
+        await servers.ask(wait=made["pid"])
+    return size
