@@ -30,7 +30,7 @@ from toprope.wire.fields import (
     stop_field,
     text_field,
 )
-from toprope.wire.responses import ResponsesRequest
+from toprope.wire.responses import Item, ResponsesRequest
 
 _NAMED = frozenset(
     (
@@ -43,8 +43,11 @@ _OURS = frozenset(("n", "stream", "stream_options", "return_token_ids"))
 _DROPPED_FOR_CHAT = frozenset(name for name, _ in fields_of("pivot -> chat", "dropped"))
 
 
-def request_from_chat(body: Mapping[str, Any]) -> ResponsesRequest:
-    """The pivot of a Chat body. Raises `BadRequest` (400) naming the field that cannot be read or honoured."""
+def request_from_chat(body: Mapping[str, Any], items: tuple[Item, ...] | None = None) -> ResponsesRequest:
+    """The pivot of a Chat body. Raises `BadRequest` (400) naming the field that cannot be read or honoured.
+
+    `items` are its messages as items, from whoever has converted them.
+    """
     if not isinstance(body.get("messages"), list) or not body["messages"]:
         raise refuse("messages", body.get("messages"), "a list with at least one message")
     if body.get("n") not in (None, 1):
@@ -54,7 +57,7 @@ def request_from_chat(body: Mapping[str, Any]) -> ResponsesRequest:
     tools = objects_field(body, "tools") or [{"type": "function", **f} for f in objects_field(body, "functions")]
     limit = int_field(body, "max_completion_tokens")
     return ResponsesRequest(
-        input=items_from_messages(body["messages"]),
+        input=items_from_messages(body["messages"]) if items is None else items,
         model=text_field(body, "model"),
         tools=tools_from_chat(tools),
         tool_choice=choice_from_chat(choice_field(body, "tool_choice")) if tools else None,

@@ -90,7 +90,12 @@ _MEDIA = ("input_image", "input_audio", "input_file", "image_url")
 
 def has_media(request: ResponsesRequest) -> bool:
     """Whether any item holds an image, sound or file, so that its prompt ids stand for more than text."""
-    for item in request.input:
+    return media_among(request.input)
+
+
+def media_among(items: Iterable[Item]) -> bool:
+    """Whether any of these items holds an image, sound or file."""
+    for item in items:
         content = item.get("output") if item.get("type") == "function_call_output" else item.get("content")
         if isinstance(content, list) and any(isinstance(p, dict) and p.get("type") in _MEDIA for p in content):
             return True

@@ -87,7 +87,8 @@ class _Strand:
     """Ids [start, start + size) of some sequences; the ids before `start` stand on the strand that it forks from."""
 
     start: int
-    ids: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, dtype=np.uint32))
+    memory: bytearray = field(default_factory=bytearray)
+    ids: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, dtype=np.uint32))  # a view of `memory`
     size: int = 0
     forks: dict[tuple[int, int], _Strand] = field(default_factory=dict)
     ends: list[int] = field(default_factory=list)
@@ -96,11 +97,20 @@ class _Strand:
     def append(self, ids: NDArray[np.uint32]) -> None:
         need = self.size + len(ids)
         if need > len(self.ids):
-            grown = np.empty(max(need, 2 * len(self.ids)), dtype=np.uint32)
+            memory = bytearray(4 * max(need, 2 * len(self.ids)))
+            grown = np.frombuffer(memory, dtype=np.uint32)
             grown[: self.size] = self.ids[: self.size]
-            self.ids = grown
+            self.memory, self.ids = memory, grown
         self.ids[self.size : need] = ids
         self.size = need
+
+    def followed_by(self, at: int, ids: NDArray[np.uint32]) -> int:
+        """How many of the first `ids` stand on this strand from its `at`-th id on."""
+        size = min(self.size - at, len(ids))
+        # Nearly always all of them do, and a memory compare says so in a third of the time.
+        if size > 0 and self.memory.startswith(np.ascontiguousarray(ids[:size]).data.cast("B"), 4 * at):
+            return size
+        return common_prefix(self.ids[at : at + size], ids[:size])
 
     def place(self, node: _Node) -> None:
         if node.cum_len not in self.calls:
@@ -262,7 +272,7 @@ class LineageHistory:
         strand, reach = (after.strand if after is not None else self._trunk), begin
         path = []
         while True:
-            reach += common_prefix(strand.ids[reach - strand.start : strand.size], ids[reach - begin :])
+            reach += strand.followed_by(reach - strand.start, ids[reach - begin :])
             path.append((strand, reach))
             fork = strand.forks.get((reach, int(ids[reach - begin]))) if reach - begin < len(ids) else None
             if fork is None:
