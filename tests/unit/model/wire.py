@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from toprope.dialects.deltas import ReasoningDelta, TextDelta, ToolCallDelta
 from toprope.http.serve import serve as bind
@@ -35,7 +36,7 @@ class Typist(ScriptedEngine):
     async def generate(self, request):
         self.running += 1
         try:
-            reply = await super().generate(request)
+            reply = await super().generate(replace(request, emit=None))
             for number, delta in enumerate(self._pieces(reply.output)):
                 if self.before is not None:
                     await self.before(number)

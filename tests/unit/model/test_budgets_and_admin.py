@@ -1,0 +1,226 @@
+"""What a rollout may spend, and what a trainer says while it runs: weights, aborts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+
+import pytest
+from tests.unit.model.wire import ASK, CAPTURED, Typist, on_the_wire
+
+from toprope.capture.delivery import finalize_rollout_token_capture
+from toprope.capture.memory_store import MemoryStore
+from toprope.capture.recorder import Recorder
+from toprope.capture.sqlite_store import SqliteStore
+from toprope.errors.kinds import Kind
+from toprope.errors.tree import ConfigError
+from toprope.servers.model.budgets import RolloutLimits
+from toprope.testing.scripted import ScriptedFault, ScriptedReply
+from toprope.tokens.entry import WeightSpan
+
+KEY = {"x_toprope_admin_key": "secret"}
+
+
+def kind_of(call):
+    """What an error says, in whichever dialect."""
+    return json.loads(call.body)["error"]["kind"]
+
+
+async def turns(wire, dialect, count, *, prefix=CAPTURED, stream=False):
+    """Calls with different bodies, one after another; the last of them."""
+    for number in range(count):
+        call = await wire.ask(dialect, more={"seed": number}, prefix=prefix, stream=stream)
+        await call.end()
+    return call
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prefix", ["/ng-rollout/4-2", CAPTURED])
+@pytest.mark.parametrize("dialect", sorted(ASK))
+async def test_the_call_over_the_budget_is_refused_in_the_dialects_words(dialect, prefix, stream):
+    store = MemoryStore()
+    settings = {"recorder": Recorder(store, reader=store), "budget": RolloutLimits(calls=2)}
+    async with on_the_wire(engine=Typist(script=["ok"]), **settings) as wire:
+        assert (await turns(wire, dialect, 2, prefix=prefix, stream=stream)).status == 200
+        call = await turns(wire, dialect, 3, prefix=prefix, stream=stream)
+        assert (call.status, call.headers["x-should-retry"]) == (403, "false")
+        assert kind_of(call) == Kind.LIMIT_REACHED
+        assert (json.loads(call.body).get("type") == "error") == (dialect == "messages")
+        assert b"limits.calls" in call.body
+        other = await turns(wire, dialect, 1, prefix=prefix.replace("4-2", "5-2"), stream=stream)
+        assert other.status == 200
+        assert wire.server.engine.calls == 3
+
+
+async def test_what_came_before_a_spent_budget_stays_trainable():
+    store = MemoryStore()
+    settings = {"recorder": Recorder(store, reader=store), "budget": RolloutLimits(calls=1)}
+    async with on_the_wire(engine=Typist(script=["ok"]), **settings) as wire:
+        reply = json.loads(await (await turns(wire, "responses", 1)).end())
+        assert (await turns(wire, "responses", 2)).status == 403
+    row = {"_ng_rollout_id": "4-2", "_ng_attempt_index": 0, "response": reply}
+    delivered = await finalize_rollout_token_capture(row, store, settle_s=0)
+    assert delivered["metrics"]["mask_reasons"] == []
+    assert delivered["metrics"]["truncated"] is True
+    assert delivered["rebuilt_response"] is not None
+
+
+@pytest.mark.parametrize(("limits", "named"), [({"tokens": 3}, b"limits.tokens"), ({"seconds": 5}, b"limits.seconds")])
+async def test_tokens_and_seconds_bound_a_rollout_too(limits, named):
+    now, store = [100.0], MemoryStore()
+
+    async def at_end():
+        now[0] += 6.0
+
+    settings = {"budget": RolloutLimits(**limits), "clock": lambda: now[0]}
+    engine = Typist(script=["five words are too many"], at_end=at_end)
+    async with on_the_wire(engine=engine, recorder=Recorder(store, reader=store, clock=lambda: 100.0), **settings) as w:
+        for prefix in ("/ng-rollout/4-2", CAPTURED.replace("4-2", "5-2")):
+            now[0] = 100.0
+            assert (await turns(w, "chat", 1, prefix=prefix)).status == 200
+            call = await turns(w, "chat", 1, prefix=prefix)
+            assert (call.status, named in call.body) == (403, True)
+
+
+async def test_a_restart_and_another_worker_forget_nothing_that_was_spent(tmp_path):
+    store = SqliteStore(tmp_path / "c.db")
+    budget = RolloutLimits(calls=2)
+    async with on_the_wire(engine=Typist(script=["ok"]), recorder=Recorder(store, reader=store), budget=budget) as w:
+        await turns(w, "chat", 1)
+    other = SqliteStore(tmp_path / "c.db")
+    async with on_the_wire(engine=Typist(script=["ok"]), recorder=Recorder(other, reader=other), budget=budget) as w:
+        statuses = []
+        for number in range(3):
+            call = await w.ask("chat", more={"seed": 10 + number})
+            await call.end()
+            statuses.append(call.status)
+    assert statuses == [200, 403, 403]
+    await store.close()
+    await other.close()
+
+
+async def test_calls_at_once_do_not_slip_past_a_budget_and_failed_ones_are_free():
+    store = MemoryStore()
+    settings = {"recorder": Recorder(store, reader=store), "budget": RolloutLimits(calls=2)}
+    async with on_the_wire(engine=Typist(script=_fault_unless_ok), **settings) as wire:
+        for _ in range(3):
+            call = await wire.ask("responses", more={"input": "broken"})
+            await call.end()
+            assert call.status == 503
+        calls = [await wire.ask("responses", more={"input": "ok", "seed": n}) for n in range(5)]
+        for call in calls:
+            await call.end()
+        assert sorted(call.status for call in calls) == [200, 200, 403, 403, 403]
+
+
+def _fault_unless_ok(told):
+    return ScriptedReply(text="ok") if told.last_text == "ok" else ScriptedReply(fault=ScriptedFault())
+
+
+@pytest.mark.parametrize("limits", [{"calls": 0}, {"tokens": -1}, {"seconds": 0}])
+def test_a_budget_of_nothing_is_refused(limits):
+    with pytest.raises(ConfigError, match=f"limits.{next(iter(limits))}"):
+        RolloutLimits(**limits)
+
+
+# -- a trainer's words -------------------------------------------------------------------------------------------------
+
+
+async def test_admin_routes_want_their_key_and_are_shut_without_one():
+    async with on_the_wire(engine=Typist(script=["ok"]), admin_key="secret") as wire:
+        for headers, status in (({}, 401), ({"x_toprope_admin_key": "wrong"}, 401), (KEY, 200)):
+            call = await wire.call("/admin/weights", {"version": "1"}, **headers)
+            await call.end()
+            assert call.status == status
+        call = await wire.call("/admin/weights", {"version": ""}, **KEY)
+        await call.end()
+        assert call.status == 422
+    async with on_the_wire(engine=Typist(script=["ok"])) as wire:
+        for path, body in (("/admin/weights", {"version": "1"}), ("/admin/abort", {"rollouts": ["4-2"]})):
+            call = await wire.call(path, body, **KEY)
+            await call.end()
+            assert (call.status, b"admin_key" in call.body) == (403, True)
+
+
+async def test_calls_carry_the_weights_they_were_sampled_under_and_one_astride_a_change_says_both():
+    store, reached, go = MemoryStore(), asyncio.Event(), asyncio.Event()
+
+    async def at_end():
+        reached.set()
+        await go.wait()
+
+    engine = Typist(script=["ok"])
+    async with on_the_wire(engine=engine, recorder=Recorder(store, reader=store), admin_key="secret") as wire:
+        await turns(wire, "chat", 1)
+        assert json.loads(await (await wire.call("/admin/weights", {"version": "1"}, **KEY)).end()) == {
+            "version": "1",
+            "previous": None,
+            "in_flight": 0,
+        }
+        await (await wire.ask("chat", more={"seed": 5})).end()
+        engine.at_end = at_end
+        astride = await wire.ask("messages", stream=True)
+        await reached.wait()
+        told = json.loads(await (await wire.call("/admin/weights", {"version": "2"}, **KEY)).end())
+        assert told == {"version": "2", "previous": "1", "in_flight": 1}
+        go.set()
+        await astride.end()
+        assert wire.server.weights.straddled == 1
+    spans = [entry.weight_versions for entry in await store.open_entries("4-2")]
+    size = len((await store.open_entries("4-2"))[0].generation_token_ids)
+    assert spans == [(), (WeightSpan(0, size, "1"),), (WeightSpan(0, size, "1..2"),)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", sorted(ASK))
+async def test_an_aborted_rollout_is_refused_as_stale_and_its_work_stays(dialect, stream):
+    store = MemoryStore()
+    async with on_the_wire(
+        engine=Typist(script=["ok"]), recorder=Recorder(store, reader=store), admin_key="secret"
+    ) as wire:
+        await turns(wire, dialect, 1, stream=stream)
+        call = await wire.call("/admin/abort", {"rollouts": ["4-2", "9-9"]}, **KEY)
+        assert json.loads(await call.end()) == {"aborted": 2}
+        call = await turns(wire, dialect, 2, stream=stream)
+        assert (call.status, call.headers["x-should-retry"], kind_of(call)) == (403, "false", Kind.STALE)
+        other = await turns(wire, dialect, 1, prefix=CAPTURED.replace("4-2", "5-2"), stream=stream)
+        assert other.status == 200
+        assert wire.server.engine.calls == 2
+    snapshot = await store.freeze("4-2")
+    assert len(snapshot.entries) == 1
+    assert "truncated:stale" in snapshot.reasons
+
+
+async def test_another_worker_learns_of_an_abort_from_the_journal(tmp_path):
+    one, two = SqliteStore(tmp_path / "c.db"), SqliteStore(tmp_path / "c.db")
+    first = {"engine": Typist(script=["ok"]), "recorder": Recorder(one, reader=one), "admin_key": "secret"}
+    second = {"engine": Typist(script=["ok"]), "recorder": Recorder(two, reader=two)}
+    async with on_the_wire(**first) as left, on_the_wire(**second) as right:
+        assert (await turns(right, "chat", 1)).status == 200
+        await (await left.call("/admin/abort", {"rollouts": ["4-2"]}, **KEY)).end()
+        call = await right.ask("chat", more={"seed": 9})
+        await call.end()
+        assert (call.status, kind_of(call)) == (403, Kind.STALE)
+    await one.close()
+    await two.close()
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"temperature": 0.7}, "temperature 0.7"),
+        ({"top_p": 0.9}, "top_p 0.9"),
+        ({"temperature": 1.0, "top_p": 1}, None),
+    ],
+)
+async def test_raw_logprobs_of_a_shaped_policy_are_warned_about_once(caplog, fields, named):
+    store = MemoryStore()
+    with caplog.at_level(logging.WARNING):
+        async with on_the_wire(engine=Typist(script=["ok"]), recorder=Recorder(store, reader=store)) as wire:
+            for seed in range(2):
+                await (await wire.ask("chat", more={**fields, "seed": seed})).end()
+    said = [record.getMessage() for record in caplog.records if "raw" in record.getMessage()]
+    assert len(said) == (named is not None)
+    assert named is None or named in said[0]
+    assert (await store.open_entries("4-2"))[0].logprobs_mode == "raw"
