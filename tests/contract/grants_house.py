@@ -53,6 +53,8 @@ class Counter(Environment):
         self.seen: dict[str, set[str | None]] = {}
         self.verified: list[str | None] = []
         self.aggregated = 0
+        self.waiting = 0
+        self.cut_off = 0
 
     def seed(self, task: dict[str, Any]) -> dict[str, Any]:
         return {"n": task.get("start", 0), "only": task.get("only")}
@@ -75,6 +77,17 @@ class Counter(Environment):
     def where(self, state: dict[str, Any]) -> dict[str, Any]:
         """The rollout of a plain function."""
         return {"rollout": current_rollout_id(), "n": state["n"]}
+
+    @tool
+    async def wait(self, state: Any) -> str:
+        """Never ends by itself."""
+        self.waiting += 1
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            self.cut_off += 1
+            raise
+        return "never"
 
     @tool
     def refuse(self, state: Any) -> None:

@@ -21,7 +21,7 @@ from .grants_house import House, call, house, outputs, say, server_process
 
 OVER = ("inline", "http")
 HOW = ("direct_http", "mcp")
-NAMED = [{"type": "function", "name": name, "parameters": {}} for name in ("add", "where", "refuse", "crash")]
+NAMED = [{"type": "function", "name": name, "parameters": {}} for name in ("add", "where", "refuse", "crash", "wait")]
 SECRET = "the-servers-own-key"
 TOOLS = "x-toprope-tools"
 
@@ -61,7 +61,7 @@ async def test_a_tool_reaches_its_sessions_state_and_works_for_its_rollout(over:
         assert home.idle()
         if how == "mcp":
             offered = {entry["name"]: entry for entry in home.model.bodies[0]["tools"]}
-            assert sorted(offered) == ["add", "crash", "refuse", "where"]
+            assert sorted(offered) == ["add", "crash", "refuse", "wait", "where"]
             assert offered["add"]["description"] == "Add n to the number."
             assert offered["add"]["parameters"]["properties"] == {"n": {"type": "integer"}}
 
@@ -139,6 +139,19 @@ async def test_what_a_tool_says_no_to_is_text_and_what_breaks_ends_the_activatio
         assert (failure["stage"], failure["failure_kind"], failure["terminal"]) == ("agent", "tool_unavailable", False)
         assert "ZeroDivisionError: broken inside" in failure["failure_reason"]
         assert len(home.model.bodies) == 1, "the model was told nothing"
+        assert home.idle()
+
+
+@pytest.mark.promise("EP-10")
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("over", OVER)
+async def test_an_agent_past_its_deadline_leaves_its_tool_and_its_sessions(over: str, how: str) -> None:
+    async with house([call("wait")], [say("never said")], over=over, tools=[how], agent_timeout_s=0.5) as home:
+        reply = await home.episode_of("r.0-0", tools=named(how, "wait"))
+        failure = reply["failure"]
+        assert (failure["stage"], failure["failure_kind"], failure["terminal"]) == ("agent", "agent_timeout", False)
+        assert failure["partial_response"]["output"] == [call("wait")]
+        assert (home.environment.waiting, home.environment.cut_off) == (1, 1)
         assert home.idle()
 
 

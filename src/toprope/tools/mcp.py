@@ -33,6 +33,7 @@ from toprope.canonical import json
 from toprope.errors.body import read_error_body, shorten
 from toprope.errors.kinds import Delivery
 from toprope.errors.tree import TransportError
+from toprope.http.peer import MAX_REPLY_BYTES
 from toprope.protocol.grants import McpGrant, Stdio, StreamableHttp
 from toprope.tools import guard
 from toprope.tools.outcome import GrantUnavailable, ToolResult, ToolUnavailable
@@ -49,8 +50,14 @@ T = TypeVar("T")
 OPEN_S = 30.0
 """Seconds that a server gets to say which tools it has."""
 
-CLOSE_S = 8.0
-"""Seconds that a server gets to end: the SDK waits 2 s each for a closed pipe, SIGTERM and SIGKILL."""
+LEAVE_S = 2.0
+"""Seconds that a server elsewhere gets to hear that its session ends; then it is left without a word."""
+
+END_S = 8.0
+"""Seconds that a program gets to end: the SDK waits 2 s each for a closed pipe, SIGTERM and SIGKILL."""
+
+MAX_TOOLS = 1000
+"""Tools of one server, at most: a listing goes on for as long as the server says so."""
 
 _CALLABLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _ME = Implementation(name="toprope", version="1")
@@ -93,7 +100,7 @@ class McpTools:
         self._leave.set()
         if self._owner is None:
             return
-        _, late = await asyncio.wait({self._owner}, timeout=CLOSE_S)
+        _, late = await asyncio.wait({self._owner}, timeout=END_S if self.transport == "mcp/stdio" else LEAVE_S)
         if late:
             self._owner.cancel()
             await asyncio.wait({self._owner})
@@ -141,6 +148,8 @@ class McpTools:
                         "strict": False,
                     }
                 )
+            if len(specs) > MAX_TOOLS:
+                raise RuntimeError(f"it offers more than {MAX_TOOLS} tools")
             if page.next_cursor is None or page.next_cursor == cursor:
                 break
             cursor = page.next_cursor
@@ -224,7 +233,7 @@ async def _streamable_http(connection: StreamableHttp, client: Client, trouble: 
     async with (
         httpx2.AsyncClient(
             transport=_Watched(below, trouble),
-            headers=connection.headers,
+            headers={"accept-encoding": "identity", **connection.headers},
             timeout=httpx2.Timeout(None, connect=5.0),
             trust_env=False,
         ) as http,
@@ -266,7 +275,7 @@ class _Watched(httpx2.AsyncBaseTransport):
         try:
             reply = await self._below.handle_async_request(request)
             if not reply.headers.get("content-type", "").startswith("text/event-stream"):
-                await reply.aread()
+                reply = await _whole(reply, request)
         except (httpx2.TransportError, TransportError) as error:
             return self._failed(request, error)
         if reply.status_code >= 400 and request.method == "POST":
@@ -302,6 +311,26 @@ class _Inline(httpx2.AsyncBaseTransport):
         reply = await peer.request(request.method, target, body=body or None, headers=headers)
         kept = [(name, value) for name, value in reply.headers.items() if name.lower() not in _BODILESS]
         return httpx2.Response(reply.status, headers=kept, content=reply.body, request=request)
+
+
+async def _whole(reply: httpx2.Response, request: httpx2.Request) -> httpx2.Response:
+    """The reply with its body, within the bound that every peer's has. Raises `httpx2.TransportError` beyond it."""
+    if reply.is_stream_consumed:  # a server of this process: whole, and bounded, already
+        return reply
+    if reply.headers.get("content-encoding", "identity") != "identity":
+        await reply.aclose()
+        raise httpx2.RemoteProtocolError("the reply is compressed, which was not asked for")
+    pieces, size = [], 0
+    try:
+        async for piece in reply.aiter_raw():
+            pieces.append(piece)
+            size += len(piece)
+            if size > MAX_REPLY_BYTES:
+                raise httpx2.RemoteProtocolError(f"the reply is longer than {MAX_REPLY_BYTES} bytes")
+    finally:
+        await reply.aclose()
+    kept = [(name, value) for name, value in reply.headers.multi_items() if name.lower() not in _BODILESS]
+    return httpx2.Response(reply.status_code, headers=kept, content=b"".join(pieces), request=request)
 
 
 def _json_of(reply: httpx2.Response) -> Any:

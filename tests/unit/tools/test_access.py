@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -153,3 +155,69 @@ async def test_without_grants_nothing_is_offered_and_every_call_is_a_clean_error
     result = await access.call("add", "{}", offered=frozenset({"add"}))
     assert (result.is_error, result.text) == (True, "error: no tool named 'add' can be called; available: none")
     assert access.reached("add") == {}
+
+
+async def raw_server(reply: bytes) -> asyncio.Server:
+    """Answers every connection with `reply`, whatever is asked, and closes it."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(reply)
+        await writer.drain()
+        writer.close()
+
+    return await asyncio.start_server(answer, "127.0.0.1", 0)
+
+
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    ("reply", "said"),
+    [
+        (HEAD + b"content-length: 100\r\n\r\n" + b" " * 99, "peer closed connection"),
+        (HEAD + b"content-length: 101\r\n\r\n" + b" " * 101, "longer than 100 bytes"),
+        (HEAD + b"content-encoding: gzip\r\ncontent-length: 3\r\n\r\nabc", "compressed, which was not asked for"),
+        (b"", "disconnected"),
+        (b"no HTTP at all\r\n\r\n", "illegal status line"),
+    ],
+)
+async def test_replies_that_are_cut_too_long_or_no_http_are_trouble_with_a_name(
+    client: Client, monkeypatch: pytest.MonkeyPatch, reply: bytes, said: str
+) -> None:
+    monkeypatch.setattr(module, "MAX_REPLY_BYTES", 100)
+    async with await raw_server(reply) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
+        with pytest.raises(TopropeError, match=said) as caught:
+            await ToolAccess.open([McpGrant("raw", StreamableHttp(url))], client)
+    assert (caught.value.kind, caught.value.retryable) == ("grant_unavailable", True)
+
+
+async def test_a_listing_without_end_is_refused(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_TOOLS", 50)
+    pages = 0
+
+    async def answer(request: Request) -> Any:
+        nonlocal pages
+        asked = await request.json()
+        if asked["method"] != "tools/list":
+            versions = {"supportedVersions": ["2026-07-28"], "capabilities": {"tools": {}}, "resultType": "complete"}
+            told = {**versions, "serverInfo": {"name": "endless", "version": "1"}, "ttlMs": 0, "cacheScope": "private"}
+            return json_reply({"jsonrpc": "2.0", "id": asked["id"], "result": told})
+        pages += 1
+        tools = [{"name": f"t{pages}-{n}", "inputSchema": {"type": "object"}} for n in range(20)]
+        listed = {"tools": tools, "nextCursor": f"page {pages}", "ttlMs": 0, "cacheScope": "private"}
+        return json_reply({"jsonrpc": "2.0", "id": asked["id"], "result": {**listed, "resultType": "complete"}})
+
+    app = build_app(name="endless", role="resources", routes=[Route("POST", "/mcp", answer)])
+    client.register("inline://endless", app)
+    with pytest.raises(TopropeError, match="it offers more than 50 tools"):
+        await ToolAccess.open([McpGrant("endless", StreamableHttp("inline://endless/mcp"))], client)
+    assert pages == 3
+
+
+def test_nothing_of_the_core_imports_the_sdk() -> None:
+    names = "toprope, toprope.cli.app, toprope.launch.world, toprope.catalog.tool_loop, toprope.tools.access"
+    program = f"import sys, {names}; print([name for name in sys.modules if name.split('.')[0] in ('mcp', 'httpx2')])"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
