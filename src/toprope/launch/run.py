@@ -24,7 +24,7 @@ from toprope.errors.tree import ConfigError
 from toprope.http.client import Client
 from toprope.launch.config import Configuration
 from toprope.launch.parts import Parts, build_parts
-from toprope.launch.settings import AgentConfig, EnvironmentConfig, EnvironmentShare, RunConfig
+from toprope.launch.settings import AgentConfig, EnvironmentConfig, EnvironmentShare, ModelConfig, RunConfig
 from toprope.launch.strict import Where
 from toprope.launch.tasks import gather_tasks
 from toprope.launch.workspace import Workspace, default_directory
@@ -32,7 +32,7 @@ from toprope.launch.world import World
 from toprope.servers.environment.participant import SessionReport
 from toprope.servers.environment.turns import read_input
 
-_PLACES = frozenset({"url", "place", "host", "port", "api_key", "workers", "limits"})
+_PLACES = frozenset({"url", "place", "host", "port", "api_key", "admin_key", "keep_alive_s", "workers", "limits"})
 """Settings that say where a server runs and how much it takes; they may change between a run and its resumption."""
 
 
@@ -204,6 +204,9 @@ def scoring_settings(configuration: Configuration) -> dict[str, Mapping[str, Any
         if "engine" in values:
             engine = values["engine"]
             values["engine"] = {key: engine[key] for key in engine if key not in ("api_key", "base_url")}
+        if isinstance(config, ModelConfig):
+            spend = {key: getattr(config.limits, key) for key in ("calls", "tokens", "seconds")}
+            values |= {f"limits.{key}": value for key, value in spend.items() if value is not None}
         out[name] = values
     return out
 

@@ -103,9 +103,20 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_body_bytes: Annotated[
         Count, Meta(description="Bytes of a request body, decompressed; a longer one gets 413 and is not dispatched.")
     ] = 256 * 2**20
-    drain_s: Annotated[Seconds, Meta(description="Seconds that captured calls get to end when the server stops.")] = (
-        120.0
+    drain_s: Annotated[
+        Seconds,
+        Meta(description="Seconds that captured calls get to end when the server stops or their client has left."),
+    ] = 120.0
+    calls: Annotated[Count | None, Meta(description="Model calls of one rollout at most; the next one is refused.")] = (
+        None
     )
+    tokens: Annotated[
+        Count | None, Meta(description="Generated tokens of one rollout, after which a call is refused.")
+    ] = None
+    seconds: Annotated[
+        PositiveSeconds | None,
+        Meta(description="Seconds after the first model call of a rollout, after which a call is refused."),
+    ] = None
 
 
 class ModelConfig(_Server, frozen=True, kw_only=True):
@@ -136,7 +147,19 @@ class ModelConfig(_Server, frozen=True, kw_only=True):
             "own. A client asks for one reply's with `X-Toprope-Include: token_ids`."
         ),
     ] = False
-    limits: Annotated[LimitsConfig, Meta(description="Bounds of the server.")] = LimitsConfig()
+    limits: Annotated[LimitsConfig, Meta(description="Bounds of the server, and what one rollout may spend.")] = (
+        LimitsConfig()
+    )
+    keep_alive_s: Annotated[
+        PositiveSeconds, Meta(description="Seconds of silence after which a stream says that it is still there.")
+    ] = 15.0
+    admin_key: Annotated[
+        str | None,
+        Meta(
+            description="The key of the trainer's routes `/admin/weights` and `/admin/abort`, sent as "
+            "`x-toprope-admin-key`; absent: nobody may use them."
+        ),
+    ] = None
     workers: Annotated[Count, Meta(description="Worker processes. Only 1 is there yet.")] = 1
 
 

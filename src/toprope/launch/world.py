@@ -32,6 +32,7 @@ from toprope.launch.workspace import Workspace
 from toprope.servers.agent.server import AgentServer
 from toprope.servers.environment.base import EnvironmentServer
 from toprope.servers.environment.participant import SessionReport
+from toprope.servers.model.budgets import RolloutLimits
 from toprope.servers.model.server import ModelServer
 from toprope.servers.resources.server import ResourcesServer
 from toprope.telemetry.calls import CallLog
@@ -234,7 +235,10 @@ class World:
             return_token_ids=config.return_token_ids,
             call_log=self._calls,
             limits=Limits(max_body_bytes=config.limits.max_body_bytes, drain_s=config.limits.drain_s),
+            budget=RolloutLimits(config.limits.calls, config.limits.tokens, config.limits.seconds),
             api_key=config.api_key,
+            admin_key=config.admin_key,
+            keep_alive_s=config.keep_alive_s,
         ).app
 
     def _resources(self, name: str, config: ResourcesConfig) -> ServerApp:
