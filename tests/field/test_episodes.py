@@ -296,7 +296,9 @@ async def test_a27_a_broken_tool_call_is_told_to_the_model_and_a_refusal_is_no_i
     assert "not valid JSON" in history[2]["content"]
     if strict_upstream:
         failure = outcome["failure"]
-        assert (failure["failure_kind"], failure["terminal"], failure["stage"]) == ("model_rejected", True, "agent")
+        told = (failure["failure_kind"], failure["terminal"], failure["stage"])
+        assert told == ("solver:bad_tool_arguments", True, "agent")
+        assert failure["upstream_status"] == 400
         assert "tool call arguments are not valid JSON" in failure["failure_reason"]
     else:
         output = outcome["result"]["response"]["output"]

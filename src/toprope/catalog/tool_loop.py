@@ -12,10 +12,15 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from toprope.errors.tree import ConfigError
+from toprope.canonical import json
+from toprope.canonical.json import NotJson
+from toprope.errors.kinds import Kind
+from toprope.errors.tree import ConfigError, PeerError
 from toprope.servers.agent.agent import Activation, Agent
 
 DEFAULT_MAX_STEPS = 32
+BAD_TOOL_ARGUMENTS = "bad_tool_arguments"
+"""The kind `<agent server>:bad_tool_arguments`: broken arguments of a tool call that the model server then refused."""
 
 
 class ToolLoop(Agent):
@@ -34,7 +39,7 @@ class ToolLoop(Agent):
         output: list[dict[str, Any]] = []
         usage: list[Any] = []
         for step in range(1, steps + 1):
-            reply = await activation.model.responses({**request, "input": history + output})
+            reply = await _ask(activation, {**request, "input": history + output}, output)
             usage.append(reply.get("usage"))
             output.extend(reply["output"])
             activation.partial = partial(_unfinished, reply, output, usage)
@@ -53,6 +58,34 @@ class ToolLoop(Agent):
         final = _finished(reply, output, usage, activation, "incomplete")
         final["incomplete_details"] = {"reason": reason}
         return final
+
+
+async def _ask(activation: Activation, body: Mapping[str, Any], output: list[dict[str, Any]]) -> dict[str, Any]:
+    """One model call. Where the model server refuses a history in which the model's own call has arguments that are no
+    JSON, the failure says so: it is the model's doing, and no trouble of any server."""
+    try:
+        return await activation.model.responses(body)
+    except PeerError as error:
+        broken = [item for item in output if item.get("type") == "function_call" and not _is_json(item)]
+        if error.kind != Kind.MODEL_REJECTED or not broken:
+            raise
+        names = ", ".join(str(item.get("name")) for item in broken)
+        raise PeerError(
+            f"the model's own call of {names} has arguments that are no JSON, and its server refuses the history with "
+            f"them: {error.message}",
+            kind=f"{activation.observations.source}:{BAD_TOOL_ARGUMENTS}",
+            retryable=False,
+            delivery=error.delivery,
+            upstream_status=error.upstream_status,
+        ) from error
+
+
+def _is_json(call: Mapping[str, Any]) -> bool:
+    try:
+        json.loads(call.get("arguments") or "{}")
+    except (NotJson, TypeError, ValueError):
+        return False
+    return True
 
 
 def _finished(

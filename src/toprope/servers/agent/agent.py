@@ -36,6 +36,11 @@ class Observations:
         self._gaps: list[str] = []
         self._dropped = 0
 
+    @property
+    def source(self) -> str:
+        """The name of the agent's server."""
+        return self._source
+
     def record(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Add a record of `kind` (invocation, tool_call, sandbox, context_compaction); fields may be set later."""
         record = {"kind": kind, **fields}
