@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from toprope.cli import audit, capture, check, demo, run, serve, show, summary, sweep
+from toprope.cli import audit, capture, check, demo, new, run, serve, show, summary, sweep
 from toprope.cli.reporting import reporting
 from toprope.cli.usage import call
 
@@ -46,6 +46,7 @@ def _everywhere(
 for module in (demo, run, serve, check, show, audit, summary, sweep):
     name = module.__name__.rpartition(".")[2]
     app.command(name)(getattr(module, name))
+app.add_typer(new.app, name="new")
 app.add_typer(capture.app, name="capture")
 
 

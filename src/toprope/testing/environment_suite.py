@@ -42,6 +42,9 @@ from toprope.tools.spec import ToolSpec
 Check = Callable[[Subject], Awaitable[None]]
 Tasks = str | os.PathLike[str] | Iterable[TaskLike]
 
+READ_TASKS = "tasks_are_json_and_the_same_for_a_seed"
+"""What comes before every check: without tasks none can run."""
+
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset)
 
 
@@ -78,7 +81,7 @@ async def check_environment(
     try:
         given = await asyncio.to_thread(_gather, environment, tasks, size, seed)
     except Nonconforming as error:
-        return [Finding("tasks_are_json_and_the_same_for_a_seed", str(error))]
+        return [Finding(READ_TASKS, str(error))]
     subject = Subject(environment, given, sessions, sandboxes)
     for name, check in CHECKS.items():
         try:
@@ -120,7 +123,7 @@ def _gather(environment: Environment, tasks: Tasks | None, size: int, seed: int)
     return found
 
 
-# -- what it says of itself ----------------------------------------------------------------------------------------------
+# -- what it says of itself ------------------------------------------------------------------------------------------
 
 
 async def tools_are_described(subject: Subject) -> None:
@@ -149,7 +152,7 @@ async def tasks_offer_the_tools_that_are_served(subject: Subject) -> None:
             )
 
 
-# -- sessions ------------------------------------------------------------------------------------------------------------
+# -- sessions --------------------------------------------------------------------------------------------------------
 
 
 async def equal_seeds_allocate_once(subject: Subject) -> None:
@@ -245,7 +248,7 @@ async def a_release_that_failed_is_called_again(subject: Subject) -> None:
         house.nothing_is_open()
 
 
-# -- tools and verify ----------------------------------------------------------------------------------------------------
+# -- tools and verify ------------------------------------------------------------------------------------------------
 
 
 async def tools_answer_whatever_their_schema_allows(subject: Subject) -> None:

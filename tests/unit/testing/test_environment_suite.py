@@ -16,7 +16,7 @@ from toprope.protocol.episode import Task
 from toprope.protocol.ids import TaskId
 from toprope.servers.resources.environment import Environment
 from toprope.testing.environment_kit import sample_arguments
-from toprope.testing.environment_suite import CHECKS, Finding, check_environment, findings
+from toprope.testing.environment_suite import CHECKS, READ_TASKS, Finding, check_environment, findings
 from toprope.tools.spec import tool
 
 
@@ -156,7 +156,6 @@ class TasksThatOfferAnArgumentTooMany(Counter):
         return [task(number, tools=tools) for number in range(size)]
 
 
-READ = "tasks_are_json_and_the_same_for_a_seed"
 BROKEN: dict[Callable[[], Environment], str] = {
     OneStateForAll: "sessions_by_the_dozen_are_each_their_own",
     CountsInTheClass: "sessions_do_not_see_each_other",
@@ -169,9 +168,9 @@ BROKEN: dict[Callable[[], Environment], str] = {
     RewardIsNotANumber: "an_agent_that_does_nothing_gets_a_verdict",
     ReleaseThatRaises: "a_release_that_failed_is_called_again",
     SeedThatFails: "equal_seeds_allocate_once",
-    TasksThatDiffer: READ,
-    TasksThatAreNoJson: READ,
-    TasksOfOneName: READ,
+    TasksThatDiffer: READ_TASKS,
+    TasksThatAreNoJson: READ_TASKS,
+    TasksOfOneName: READ_TASKS,
     TasksThatOfferWhatIsNotThere: "tasks_offer_the_tools_that_are_served",
     TasksThatOfferAnArgumentTooMany: "tasks_offer_the_tools_that_are_served",
 }
@@ -227,7 +226,7 @@ async def test_without_tasks_it_says_what_is_missing() -> None:
             return 0.0
 
     (finding,) = await check_environment(Bare)
-    assert finding == Finding(READ, "it makes no tasks of its own; give the suite a file of tasks")
+    assert finding == Finding(READ_TASKS, "it makes no tasks of its own; give the suite a file of tasks")
     assert await check_environment(Bare, tasks=[task(1)]) == []
 
 
