@@ -37,7 +37,6 @@ from toprope.capture.protocols import (
     TokenSink,
 )
 from toprope.errors.tree import CaptureClosed, CaptureError, ConfigError
-from toprope.tokens.asked import Asked
 from toprope.tokens.entry import BadRecord, TokenEntry
 from toprope.tokens.hashing import ChainHash
 from toprope.tokens.items import item_digests
@@ -160,21 +159,14 @@ class Recorder:
         await self._whatever_happens(self._record(call))
 
     async def abort(
-        self,
-        key: str,
-        call_id: str,
-        reason: str,
-        *,
-        request_items: Sequence[Mapping[str, Any]] = (),
-        asked: Asked | None = None,
+        self, key: str, call_id: str, reason: str, *, request_items: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         """On return the intent is closed where the sink can do that; else it stays dangling and masks the rollout.
 
-        `request_items`, or their marks `asked`, keep a first call that begins with shown model turns trainable after a
-        clean retry. Raises nothing; goes on when its caller is cancelled.
+        `request_items` keep a first call that begins with shown model turns trainable after a clean retry. Raises
+        nothing; goes on when its caller is cancelled.
         """
-        marks = asked.all() if asked is not None else item_digests(request_items)
-        await self._whatever_happens(self._abort(key, call_id, reason, marks))
+        await self._whatever_happens(self._abort(key, call_id, reason, item_digests(request_items)))
 
     async def incomplete(self, key: str, call_id: str, reason: str) -> None:
         """On return the loss is durable; `reason` is a typed reason, a detail after a colon. Raises as `record`."""

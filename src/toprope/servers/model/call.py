@@ -8,6 +8,7 @@ from typing import Any
 
 from toprope.servers.model.engines.base import Dialect
 from toprope.servers.model.retries import request_tag
+from toprope.tokens.asked import Asked
 from toprope.wire.responses import ResponsesRequest
 
 
@@ -20,7 +21,9 @@ class ModelCall:
     `want_tokens` says that ids are needed, `include_tokens` that the caller asked to get them; `request_digest` is the
     SHA-256 of the body's bytes; `retry_count` is the client library's, None where it does not count, and
     `idempotency_key` the client's own. `began_under` is the version of the weights at that moment, `losses` what was
-    lost of the request while it was read. `started` is in seconds since 1970.
+    lost of the request while it was read. `media` says whether the request holds images, sound or files, `asked` are
+    the marks of its items where they are known. Nothing in `request` or `body` may be changed: the next request of the
+    conversation shares them. `started` is in seconds since 1970.
     """
 
     call_id: str
@@ -28,6 +31,8 @@ class ModelCall:
     request: ResponsesRequest
     body: Mapping[str, Any]
     request_digest: str
+    media: bool = False
+    asked: Asked | None = None
     rollout_id: str | None = None
     captured: bool = False
     session: str | None = None

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from toprope.capture.protocols import Intent
 from toprope.capture.recorder import CallEvidence, Recorder
 from toprope.correlation.context import RolloutContext
-from toprope.dialects.pivot import has_media, request_items, sampling_of
+from toprope.dialects.pivot import request_items, sampling_of
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import Forbidden, ModelContextLength, RefusedError, TopropeError
 from toprope.servers.model.call import ModelCall
@@ -83,7 +83,8 @@ class Custody:
                 key=call.rollout_id,
                 call_id=call.call_id,
                 model=made.model,
-                request_items=request_items(call.request),
+                request_items=request_items(call.request) if call.asked is None else call.request.input,
+                asked=call.asked,
                 output_items=made.output,
                 tokens=made.tokens,
                 token_fault=made.token_fault,
@@ -94,7 +95,7 @@ class Custody:
                 request_digest=call.request_digest,
                 logprobs_mode=self._logprobs_mode,
                 dialect=call.dialect,
-                media=has_media(call.request),
+                media=call.media,
                 client_gone=client_gone,
                 weight_versions=weights,
                 reply=reply_details(made),

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from toprope.canonical.digest import digest_bytes
 from toprope.capture.recorder import Recorder
 from toprope.correlation.context import current_rollout
-from toprope.dialects.chat_request import request_from_chat
+from toprope.dialects.incremental import RequestMemory
 from toprope.dialects.messages_request import request_from_messages
-from toprope.dialects.responses import request_from_responses
 from toprope.http.reply import Reply, json_reply
 from toprope.http.request import Request
 from toprope.protocol.headers import CLIENT_SESSION, INCLUDE
@@ -18,14 +16,13 @@ from toprope.servers.model.arguments import SampledArguments
 from toprope.servers.model.call import ModelCall
 from toprope.servers.model.engines.base import Dialect, Engine
 from toprope.servers.model.weights import WeightVersions
+from toprope.tokens.asked import Asked
+from toprope.tokens.items import item_digests
 from toprope.wire.fields import read_object, write_object
-from toprope.wire.responses import ResponsesRequest
+from toprope.wire.responses import Item, ResponsesRequest
 
-_READ: dict[Dialect, Callable[[dict[str, Any]], ResponsesRequest]] = {
-    "chat": request_from_chat,
-    "responses": request_from_responses,
-    "messages": request_from_messages,
-}
+_READ_WHOLE: dict[Dialect, Callable[[dict[str, Any]], ResponsesRequest]] = {"messages": request_from_messages}
+"""Dialects whose requests are not read as what they add: arguments are put into their history from the record."""
 
 ESTIMATE = "x-toprope-estimate"
 """A reply header: what the body counts was estimated."""
@@ -45,26 +42,29 @@ class CallReader:
     def __init__(self, recorder: Recorder | None, weights: WeightVersions, *, return_token_ids: bool) -> None:
         self._weights = weights
         self._arguments = SampledArguments(recorder)
+        self._memory = RequestMemory(_marked)
         self._return_token_ids = return_token_ids
 
     async def read(self, dialect: Dialect, request: Request, call_id: str, started: float) -> ModelCall:
         """The call. Raises `BadRequest` for a body that is no request of the dialect, naming the field."""
         data = await request.body()
-        body = read_object(data)
-        pivot = _READ[dialect](body)
         bound = current_rollout()
         key = None if bound is None else bound.key
+        captured = bound is not None and bound.capture
+        read = self._memory.read(dialect, key if captured else None, data, _READ_WHOLE.get(dialect))
         client_session = request.headers.get(CLIENT_SESSION)
         asked = request.headers.get(INCLUDE)
         count = request.headers.get("x-stainless-retry-count", "")
         call = ModelCall(
             call_id=call_id,
             dialect=dialect,
-            request=pivot,
-            body=body,
-            request_digest=digest_bytes(data),
+            request=read.request,
+            body=read.body,
+            request_digest=read.digest,
+            media=read.media,
+            asked=read.carried,
             rollout_id=key,
-            captured=bound is not None and bound.capture,
+            captured=captured,
             session=client_session or key,
             client_session_id=client_session,
             include_tokens=self._return_token_ids or (asked is not None and "token_ids" in _words(asked)),
@@ -81,10 +81,14 @@ class CallReader:
         Raises `BadRequest` as `read`.
         """
         body = read_object(await request.body())
-        pivot = _READ["messages"](body)
+        pivot = request_from_messages(body)
         if isinstance(engine, CountsTokens):
             return json_reply({"input_tokens": await engine.count_tokens(pivot)})
         return json_reply({"input_tokens": max(1, len(write_object(body)) // 4)}, headers={ESTIMATE: "true"})
+
+
+def _marked(before: Asked | None, items: Sequence[Item]) -> Asked:
+    return (before or Asked()).extended(item_digests(items))
 
 
 def _words(value: str) -> set[str]:
