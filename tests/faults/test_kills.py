@@ -147,6 +147,22 @@ async def test_a_killed_agent_server_is_a_retryable_failure_and_the_environments
     assert lines.count("allocated two") == lines.count("released two") == 1
 
 
+@pytest.mark.promise("EP-19")
+async def test_a_tool_server_that_is_killed_in_mid_activation_is_a_retryable_failure_and_never_a_low_reward(
+    town: Town,
+) -> None:
+    episode = asyncio.create_task(run(town, "three"))
+    await asyncio.to_thread(town.until, "a tool call", lambda lines: "holding three" in lines)
+    town.kill("resources")
+    outcome = await episode
+    assert outcome["result"] is None
+    failure = outcome["failure"]
+    assert (failure["stage"], failure["failure_kind"], failure["terminal"]) == ("agent", "tool_unavailable", False)
+    assert "reward" not in failure
+    assert [item["type"] for item in failure["partial_response"]["output"]] == ["function_call"]
+    await asyncio.to_thread(town.until, "the agent is closed", lambda lines: last_count(lines)[-1] == "0")
+
+
 @pytest.mark.promise("EP-11")
 def test_a_killed_collector_has_its_episode_closed_and_its_journal_says_what_was_in_flight(town: Town) -> None:
     (town.place / "tasks.jsonl").write_text(json.dumps(TASK) + "\n")
