@@ -12,6 +12,7 @@ from pathlib import Path
 from toprope.cli.app import app
 from toprope.cli.reference import render as commands
 from toprope.dialects.losses import render_table
+from toprope.errors.reference import page as failures
 from toprope.launch.reference import render as configuration
 from toprope.testing.lifecycle_drawing import drawing
 from toprope.trajectory.reasons import page as mask_reasons
@@ -33,6 +34,7 @@ PAGES: Mapping[str, Callable[[str], str]] = {
     "reference/cli.md": lambda _: commands(app),
     "reference/configuration.md": lambda _: configuration(),
     "reference/dialects.md": lambda _: render_table(),
+    "reference/failures.md": lambda _: failures(),
     "reference/mask-reasons.md": lambda _: mask_reasons(),
     "explanation/custody.md": custody,
 }
