@@ -32,7 +32,7 @@ from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, CallToolResult, Impleme
 from toprope.canonical import json
 from toprope.errors.body import read_error_body, shorten
 from toprope.errors.kinds import Delivery
-from toprope.errors.tree import TransportError
+from toprope.errors.tree import TopropeError
 from toprope.http.peer import MAX_REPLY_BYTES
 from toprope.protocol.grants import McpGrant, Stdio, StreamableHttp
 from toprope.tools import guard
@@ -87,7 +87,7 @@ class McpTools:
         try:
             result = await self._alive(self._client.call_tool(name, arguments))
         except MCPError as error:
-            if error.code == INVALID_PARAMS and self._trouble.status in (None, 400):
+            if error.code == INVALID_PARAMS:  # a name or arguments that it does not take: the model's to mend
                 return ToolResult(f"error: {error.message}", is_error=True)
             answered = None if error.code == CONNECTION_CLOSED else Delivery.DELIVERED
             raise self._unavailable(name, error.message, answered) from error
@@ -133,8 +133,12 @@ class McpTools:
     async def _list(self, client: McpClient) -> None:
         specs: list[dict[str, Any]] = []
         cursor: str | None = None
+        listed = 0
         while True:
             page = await client.list_tools(cursor=cursor)
+            listed += len(page.tools)
+            if listed > MAX_TOOLS:
+                raise RuntimeError(f"it offers more than {MAX_TOOLS} tools")
             for tool in page.tools:
                 if not _CALLABLE.fullmatch(tool.name):
                     self.gaps.append(f"grant {self.name}: no model can call a tool named {tool.name!r}")
@@ -148,8 +152,6 @@ class McpTools:
                         "strict": False,
                     }
                 )
-            if len(specs) > MAX_TOOLS:
-                raise RuntimeError(f"it offers more than {MAX_TOOLS} tools")
             if page.next_cursor is None or page.next_cursor == cursor:
                 break
             cursor = page.next_cursor
@@ -193,7 +195,7 @@ async def open_mcp(grant: McpGrant, client: Client) -> McpTools:
     """
     tools = McpTools(grant)
     if isinstance(grant.connection, Stdio):
-        await tools._open(_stdio(grant.name, grant.connection, tools._trouble))
+        await tools._open(_stdio(grant.connection, tools._trouble))
     else:
         await tools._open(_streamable_http(grant.connection, client, tools._trouble))
     return tools
@@ -243,7 +245,7 @@ async def _streamable_http(connection: StreamableHttp, client: Client, trouble: 
 
 
 @asynccontextmanager
-async def _stdio(name: str, connection: Stdio, trouble: _Trouble) -> AsyncIterator[Any]:
+async def _stdio(connection: Stdio, trouble: _Trouble) -> AsyncIterator[Any]:
     environment = {**get_default_environment(), **connection.env}
     found = shutil.which(connection.command, path=environment.get("PATH"))
     if found is None:
@@ -276,7 +278,7 @@ class _Watched(httpx2.AsyncBaseTransport):
             reply = await self._below.handle_async_request(request)
             if not reply.headers.get("content-type", "").startswith("text/event-stream"):
                 reply = await _whole(reply, request)
-        except (httpx2.TransportError, TransportError) as error:
+        except (httpx2.TransportError, TopropeError) as error:
             return self._failed(request, error)
         if reply.status_code >= 400 and request.method == "POST":
             info = read_error_body(reply.status_code, _json_of(reply), shorten(reply.text, 500))
@@ -285,7 +287,7 @@ class _Watched(httpx2.AsyncBaseTransport):
         return reply
 
     def _failed(self, request: httpx2.Request, error: Exception) -> httpx2.Response:
-        if isinstance(error, TransportError):
+        if isinstance(error, TopropeError):
             self._trouble.text, self._trouble.delivery = error.message, error.delivery
         else:
             early = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout)
