@@ -79,7 +79,7 @@ def actions_in_words(space: Any, game: Game | None) -> str:
 
 def read_action(space: Any, action: int | list[float], words: str) -> Any:
     """The action as the environment wants it. Raises `ToolError` for what it does not have."""
-    value: Any = action
+    value: Any = None
     if isinstance(space, spaces.Discrete):
         value = action if isinstance(action, int) else None
     elif isinstance(action, list) and (action or space.shape == (0,)):

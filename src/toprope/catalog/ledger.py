@@ -37,7 +37,8 @@ class Ledger(Environment):
     @tool
     def transfer(self, state: dict[str, int], source: str, target: str, amount: int) -> str:
         """Move money from one account to another."""
-        if not 0 < amount <= (held := self.balance(state, source)):
+        held = self.balance(state, source)
+        if not 0 < amount <= held:
             raise ToolError(f"{source} holds {held}: {amount} cannot be moved")
         state[target] = self.balance(state, target) + amount
         state[source] -= amount

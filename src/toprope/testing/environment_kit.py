@@ -50,7 +50,7 @@ class Subject:
     @property
     def deterministic(self) -> bool:
         """Whether equal sessions are declared to give equal replies."""
-        return bool(getattr(self.environment, "deterministic", True))
+        return self.environment.deterministic
 
     @property
     def releases(self) -> bool:

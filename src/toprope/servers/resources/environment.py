@@ -56,6 +56,10 @@ class Environment:
     worker_threads: ClassVar[int] = 8
     """How many plain functions run at once, over all sessions."""
 
+    deterministic: bool = True
+    """Whether equal sessions get equal replies: the same calls the same results, the same state and response the same
+    reward. The conformance suite holds an environment to it; one that asks a model, or the world, says False."""
+
     sandbox: SandboxSpec | None = None
     """The sandbox that each session gets: made before `seed`, which is given it; stopped after `release`."""
 
