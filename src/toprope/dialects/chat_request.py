@@ -40,6 +40,8 @@ _NAMED = frozenset(
     )
 )  # fmt: skip
 _OURS = frozenset(("n", "stream", "stream_options", "return_token_ids"))
+_CALL_FIELDS = frozenset(("id", "type", "function"))
+_FUNCTION_FIELDS = frozenset(("name", "arguments"))
 _DROPPED_FOR_CHAT = frozenset(name for name, _ in fields_of("pivot -> chat", "dropped"))
 
 
@@ -160,10 +162,23 @@ def _clean_message(message: Message) -> Message:
         for name, value in without_token_fields(message).items()
         if value is not None and not (name == "tool_calls" and not value)
     }
+    if "tool_calls" in clean:
+        clean["tool_calls"] = [_clean_call(call) for call in clean["tool_calls"]]
     if "content" not in clean and "tool_calls" not in clean and "function_call" not in clean:
         clean["content"] = ""
     elif "content" in message and content is None and "content" not in clean:
         clean["content"] = None
+    return clean
+
+
+def _clean_call(call: Any) -> Any:
+    """A call without what the public library's stream helper adds to it (a place, parsed arguments)."""
+    function = call.get("function")
+    if call.keys() <= _CALL_FIELDS and (not isinstance(function, dict) or function.keys() <= _FUNCTION_FIELDS):
+        return call
+    clean = {name: value for name, value in call.items() if name != "index" and value is not None}
+    if isinstance(function, dict):
+        clean["function"] = {k: v for k, v in function.items() if k != "parsed_arguments" and v is not None}
     return clean
 
 
