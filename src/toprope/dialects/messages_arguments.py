@@ -7,7 +7,8 @@ guessed: such a turn cannot be matched with what was sampled. Pure; the record i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,19 +34,33 @@ def called_ids(request: ResponsesRequest) -> tuple[str, ...]:
     return tuple(dict.fromkeys(item["call_id"] for item in request.input if _is_call(item)))
 
 
-def restore_arguments(request: ResponsesRequest, recorded: Callable[[str], str | None]) -> Restored:
-    """The request with recorded argument strings. `recorded` gives the string that was sampled under a call id."""
+def restore_arguments(request: ResponsesRequest, recorded: Callable[[str], str | Sequence[str] | None]) -> Restored:
+    """The request with recorded argument strings.
+
+    `recorded` gives the string that was sampled under a call id, or all of them, oldest first, where the id repeats:
+    the n-th call of the history is then looked for at the n-th place, and else anywhere.
+    """
     items: list[Item] = []
     unmatched: list[str] = []
+    seen: Counter[str] = Counter()
     for item in request.input:
         if _is_call(item):
-            sampled = recorded(item["call_id"])
-            if sampled is not None and same_arguments(item.get("arguments"), sampled):
-                item = item if sampled == item["arguments"] else {**item, "arguments": sampled}
-            else:
-                unmatched.append(item["call_id"])
+            call_id = item["call_id"]
+            known = recorded(call_id)
+            sampled = _sampled(item.get("arguments"), [known] if isinstance(known, str) else known or (), seen[call_id])
+            seen[call_id] += 1
+            if sampled is None:
+                unmatched.append(call_id)
+            elif sampled != item["arguments"]:
+                item = {**item, "arguments": sampled}
         items.append(item)
     return Restored(replace(request, input=tuple(items)), tuple(unmatched))
+
+
+def _sampled(written: Any, known: Sequence[str], place: int) -> str | None:
+    """The string of `known` that `written` stands for, the one at `place` first."""
+    likely = known[place : place + 1]
+    return next((each for each in (*likely, *known) if same_arguments(written, each)), None)
 
 
 def same_arguments(written: Any, sampled: str) -> bool:

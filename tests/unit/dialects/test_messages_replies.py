@@ -133,6 +133,19 @@ def test_a_call_without_a_record_of_its_value_is_named_and_never_guessed(sent_ba
     assert restored.request == request
 
 
+def test_an_id_that_every_turn_uses_again_is_paired_by_occurrence():
+    spelled = ['{"a":1}', '{ "a": 2}', '{"a" :1}']
+    turns = [
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "c1", "name": "f", "input": {"a": value}}]}
+        for value in (1, 2, 1)
+    ]
+    request = request_from_messages({"messages": turns})
+    restored = restore_arguments(request, {"c1": spelled}.get)
+    assert [item["arguments"] for item in restored.request.input] == spelled
+    later = restore_arguments(request_from_messages({"messages": turns[1:2]}), {"c1": spelled}.get)
+    assert [item["arguments"] for item in later.request.input] == ['{ "a": 2}']
+
+
 def test_the_ids_to_ask_a_record_for_are_each_named_once():
     calls = [{"type": "tool_use", "id": i, "name": "f", "input": {}} for i in ("b", "a", "b")]
     request = request_from_messages({"messages": [{"role": "assistant", "content": calls}]})
