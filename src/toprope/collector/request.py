@@ -16,7 +16,7 @@ from toprope.canonical.json import NotJson, check_finite, dumps, loads
 from toprope.collector.agent_run import agent_body, verdict_of, wrong_identity
 from toprope.collector.schedule import Attempt
 from toprope.errors.body import read_error_body, shorten
-from toprope.errors.kinds import Delivery, Kind, Stage, is_kind
+from toprope.errors.kinds import Delivery, Kind, Stage, is_kind, known_kind
 from toprope.errors.tree import TopropeError, TransportError
 from toprope.http.client import Peer
 from toprope.http.reply import Reply
@@ -129,12 +129,6 @@ def _read_failure(value: Any, environment: str) -> FailureRecord:
         env_session_id=failure.env_session_id,
         partial_response=failure.partial_response,
     )
-
-
-def known_kind(kind: str, environment: str) -> str:
-    """`kind` if the enum or an environment's own grammar has it; a stranger's word becomes `<environment>:<word>`."""
-    own = f"{environment}:{kind}"
-    return kind if is_kind(kind) else own if is_kind(own) else Kind.INTERNAL
 
 
 def _error_reply(reply: Reply) -> FailureRecord:

@@ -68,3 +68,9 @@ class Stage(StrEnum):
 def is_kind(value: object) -> bool:
     """Whether `value` is a kind of the enum or an environment's own `<server>:<kind>`."""
     return isinstance(value, str) and (value in Kind._value2member_map_ or bool(_OWN_KIND.fullmatch(value)))
+
+
+def known_kind(kind: str, server: str) -> str:
+    """`kind` if the enum or an own grammar has it; the bare word of an author or stranger becomes `<server>:<word>`."""
+    own = f"{server}:{kind}"
+    return kind if is_kind(kind) else own if is_kind(own) else Kind.INTERNAL

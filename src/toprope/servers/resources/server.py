@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from toprope.errors.body import error_body
-from toprope.errors.kinds import Kind
+from toprope.errors.kinds import Kind, known_kind
 from toprope.errors.tree import BadRequest, ConfigError, NotFound, SessionLost, ToolError, TopropeError
 from toprope.http.app import Limits, Route, build_app
 from toprope.http.jsonbody import encode
@@ -298,7 +298,7 @@ class ResourcesServer:
             verdict = await self._author(
                 "verify", Kind.VERIFY_FAILED, self.environment.verify, held.state, task, body["response"]
             )
-        return json_reply(_verify_reply(body, verdict, extended=request.speaks_protocol))
+        return json_reply(_verify_reply(self.name, body, verdict, extended=request.speaks_protocol))
 
     async def _aggregate(self, request: Request) -> Reply:
         self._credentials.refuse(request)
@@ -338,14 +338,15 @@ class ResourcesServer:
         """Run the author's code. What it raises that is no error of ours keeps its type and text."""
         try:
             return await self.workers.call(function, *args, **kwargs)
-        except TopropeError:
+        except TopropeError as error:
+            error.kind = known_kind(error.kind, self.name)  # an author's own kind carries the server's name
             raise
         except Exception as error:  # the author's own: told to the caller, who decides whether to try again
             message = f"{self.name}: {what}: {type(error).__name__}: {error}"
             raise TopropeError(message, kind=kind, status=500, retryable=True) from error
 
 
-def _verify_reply(body: dict[str, Any], verdict: Any, *, extended: bool) -> dict[str, Any]:
+def _verify_reply(server: str, body: dict[str, Any], verdict: Any, *, extended: bool) -> dict[str, Any]:
     found = verdict if isinstance(verdict, Verdict) else Verdict(reward=verdict)
     clash = {"reward", "mask_sample", *_VERDICT_FIELDS, *_OWN_VERIFY_FIELDS} & set(found.extra)
     if clash:
@@ -357,6 +358,8 @@ def _verify_reply(body: dict[str, Any], verdict: Any, *, extended: bool) -> dict
         )
     reply = {**body, **found.extra, "reward": _finite(found.reward), "mask_sample": found.mask_sample}
     reply.update({name: getattr(found, name) for name in _VERDICT_FIELDS if getattr(found, name) is not None})
+    if found.failure_kind is not None:
+        reply["failure_kind"] = known_kind(found.failure_kind, server)
     if extended and found.env_session_id is not None:
         reply["env_session_id"] = found.env_session_id
     return reply
