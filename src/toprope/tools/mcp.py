@@ -278,6 +278,7 @@ class _Watched(httpx2.AsyncBaseTransport):
             reply = await self._below.handle_async_request(request)
             if not reply.headers.get("content-type", "").startswith("text/event-stream"):
                 reply = await _whole(reply, request)
+                _check_id(await request.aread(), reply)
         except (httpx2.TransportError, TopropeError) as error:
             return self._failed(request, error)
         if reply.status_code >= 400 and request.method == "POST":
@@ -333,6 +334,18 @@ async def _whole(reply: httpx2.Response, request: httpx2.Request) -> httpx2.Resp
         await reply.aclose()
     kept = [(name, value) for name, value in reply.headers.multi_items() if name.lower() not in _BODILESS]
     return httpx2.Response(reply.status_code, headers=kept, content=b"".join(pieces), request=request)
+
+
+def _check_id(asked: bytes, reply: httpx2.Response) -> None:
+    """Return unless a JSON reply answers another request, for which the SDK would go on waiting for ever."""
+    if reply.status_code != 200 or not reply.headers.get("content-type", "").startswith("application/json"):
+        return
+    question, told = json.loads(asked) if asked else None, _json_of(reply)
+    if not isinstance(question, dict) or "id" not in question or "method" not in question:
+        return
+    if not isinstance(told, dict) or told.get("id") != question["id"]:
+        said = shorten(reply.text, 200)
+        raise httpx2.RemoteProtocolError(f"what came back answers no request of id {question['id']!r}: {said}")
 
 
 def _json_of(reply: httpx2.Response) -> Any:
