@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.unit.sandbox.docker_engine import running_engine
 
 from toprope.catalog.command import CommandAgent
 from toprope.errors.tree import ConfigError, TransportError
 from toprope.http.client import Client
 from toprope.protocol.grants import DirectSandbox, SandboxAccess
 from toprope.sandbox.desk import Terms
+from toprope.sandbox.docker import Docker
 from toprope.sandbox.processes import marked
 from toprope.sandbox.spec import MIB, Limits, SandboxSpec
 
-from .workshop import ASK, KEY, KINDS, invocation, text_of, told, workshop
+from .workshop import ASK, KEY, KINDS, invocation, needs_bwrap, text_of, told, workshop
 
 kinds = pytest.mark.parametrize("kind", KINDS)
 
@@ -348,3 +350,16 @@ async def test_a_prompt_that_fits_into_no_argument_is_said(tmp_path: Path, clien
         reply, _ = await house.one("x" * 200_000)
         assert "prompt_file" in reply.json()["error"]["message"]
         assert reply.json()["error"]["retryable"] is False
+
+
+@needs_bwrap  # the engine's stand-in runs its containers by bubblewrap
+@pytest.mark.promise("EP-14")
+async def test_a_program_in_a_container_reaches_its_model_too(tmp_path: Path, client: Client) -> None:
+    async with running_engine(tmp_path / "engine") as engine:
+        provider = Docker(tmp_path / "leases", name="box", engine=engine.url, image="image:1")
+        agent = command(tmp_path, "print(ask(sys.argv[1]))")
+        async with workshop(agent, tmp_path, client, provider=provider, api_key="sk-of-the-server") as house:
+            reply, closed = await house.one()
+            assert text_of(reply) == "said"
+            assert invocation(closed)["model_calls"] == 1
+        assert engine.containers == {}, "a container is left"

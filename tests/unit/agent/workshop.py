@@ -22,6 +22,7 @@ from toprope.protocol.grants import SandboxAccess
 from toprope.sandbox.bubblewrap import Bubblewrap
 from toprope.sandbox.desk import SandboxDesk, Terms
 from toprope.sandbox.plain import PlainDirectory
+from toprope.sandbox.provider import SandboxProvider
 from toprope.servers.agent.agent import Agent
 from toprope.servers.agent.server import AgentServer
 from toprope.servers.model.server import ModelServer
@@ -30,13 +31,8 @@ from toprope.testing.scripted import ScriptedEngine
 KEY = "run.0-0"
 EPISODE = {"rollout_id": KEY, "attempt": 0}
 SEED = {"episode_id": EPISODE, "task_id": {"taskset": "t", "task_id": "1"}}
-KINDS = [
-    "directory",
-    pytest.param(
-        "bubblewrap",
-        marks=pytest.mark.skipif(shutil.which("bwrap") is None, reason="the program bwrap is not installed"),
-    ),
-]
+needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="the program bwrap is not installed")
+KINDS = ["directory", pytest.param("bubblewrap", marks=needs_bwrap)]
 
 ASK = """
 import json, os, sys, urllib.request
@@ -101,13 +97,14 @@ async def workshop(
     terms: Terms | None = None,
     api_key: str | None = None,
     own: bool = True,
+    provider: SandboxProvider | None = None,
 ) -> AsyncIterator[Workshop]:
     store, engine = MemoryStore(), ScriptedEngine(script=script or ["said"])
     recorder = Recorder(store, reader=store)
     policy = ModelServer(name="policy", engine=engine, recorder=recorder, api_key=api_key)
     leases = place / "leases"
-    provider = PlainDirectory(leases, name="box") if kind == "directory" else Bubblewrap(leases, name="box")
-    desk = SandboxDesk(provider, terms)
+    made_by = PlainDirectory if kind == "directory" else Bubblewrap
+    desk = SandboxDesk(provider or made_by(leases, name="box"), terms)
     await policy.app.start()
     bound = await serve(policy.app)
     server = AgentServer(

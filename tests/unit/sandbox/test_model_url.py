@@ -6,15 +6,18 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import pytest
 from aiohttp import web
 from tests.unit.sandbox.conftest import Make
 from tests.unit.sandbox.docker_engine import running_engine
 
 from toprope.errors.tree import ConfigError, Forbidden
+from toprope.sandbox.bubblewrap import Bubblewrap
 from toprope.sandbox.docker import Docker
-from toprope.sandbox.gate import Gate, inside_url
+from toprope.sandbox.gate import Gate, GateKeys, inside_url
 from toprope.sandbox.spec import SandboxSpec
 
 PREFIX = "/ng-rollout/run.0-0-a1/v1"
@@ -188,6 +191,66 @@ async def test_a_crowd_of_connections_is_turned_away(model: Model, tmp_path: Pat
     await asyncio.wait(ended)
     for _, writer in crowd:
         writer.close()
+
+
+async def ask_gate(gate: Gate, path: str, **headers: str) -> tuple[int, Any]:
+    url = f"{gate.inside()}{path}"
+    async with aiohttp.ClientSession() as session, session.post(url, json={"a": 1}, headers=headers) as reply:
+        return reply.status, await reply.json()
+
+
+@pytest.mark.promise("EP-14")
+async def test_a_gate_with_keys_opens_for_its_own_and_puts_in_the_servers(model: Model) -> None:
+    keys = GateKeys(server="sk-of-the-server")
+    async with Gate(f"{model.url}{PREFIX}", keys=keys) as gate:
+        for wrong in ({}, {"authorization": "Bearer sk-of-the-server"}, {"x-api-key": keys.own[:-1]}, {"api-key": ""}):
+            status, body = await ask_gate(gate, "/chat/completions", **wrong)
+            assert (status, body["error"]["kind"], body["error"]["retryable"]) == (401, "forbidden", False)
+        assert model.seen == []
+        for right in ({"authorization": f"bearer {keys.own}"}, {"x-api-key": keys.own}, {"api-key": keys.own}):
+            assert (await ask_gate(gate, "/chat/completions", **right))[0] == 200
+        assert {authorization for _, _, authorization, _ in model.seen} == {"Bearer sk-of-the-server"}
+        assert (gate.calls, gate.refused) == (3, 4)
+    assert keys.own not in repr(keys), "no key in a log"
+    assert "sk-of" not in repr(keys)
+
+
+async def test_a_gate_on_loopback_ends_with_its_activation(model: Model) -> None:
+    async with Gate(f"{model.url}{PREFIX}", keys=GateKeys()) as gate:
+        assert gate.keys is not None
+        key = {"authorization": f"Bearer {gate.keys.own}"}
+        assert (await ask_gate(gate, "/responses", **key))[0] == 200
+        assert gate.inside("host.example").startswith("http://host.example:")
+        assert gate.inside().endswith(PREFIX)
+    with pytest.raises(aiohttp.ClientConnectionError):
+        await ask_gate(gate, "/responses", **key)
+
+
+async def test_a_gate_hears_the_last_reply_and_knows_trouble_from_refusal(model: Model) -> None:
+    async with Gate(f"{model.url}{PREFIX}") as gate:
+        await ask_gate(gate, "/chat/completions")
+        await ask_gate(gate, "/models")
+        assert gate.calls == 1
+        assert gate.heard is not None
+        assert gate.heard.whole
+        assert json.loads(gate.heard.body) == {"echo": '{"a": 1}'}
+        assert gate.trouble is None
+    async with Gate("http://127.0.0.1:9/v1") as gate:
+        assert (await ask_gate(gate, "/messages"))[0] == 502
+        assert gate.trouble is not None
+        assert (gate.calls, gate.heard) == (0, None)
+
+
+async def test_a_sandbox_without_a_network_has_no_gate(provider: Bubblewrap) -> None:
+    sandbox = await provider.create(SandboxSpec(network="none"))
+    try:
+        with pytest.raises(Forbidden, match="network: none"):
+            sandbox.gate("http://127.0.0.1:9/v1")
+        assert (await sandbox.run(["true"])).exit == 0
+    finally:
+        await sandbox.stop()
+    with pytest.raises(ConfigError, match="network"):
+        SandboxSpec(network="none", model_url="http://127.0.0.1:9/v1")
 
 
 @pytest.mark.parametrize("url", ["ftp://x/v1", "http://", "http://u:p@h/v1", "http://h/v1?x=1", "v1"])
