@@ -1,8 +1,8 @@
 """The embedded engine: requests in on the event loop, tokens computed on one thread of its own, replies out.
 
 The thread owns the model, the batch and the memory of turns, so none of them is locked; requests reach it through a
-queue and leave through futures. A request whose task is cancelled loses its place before the next pass. Left to others:
-dialects, identity, capture (the model server).
+queue, deltas and replies leave through the caller's loop. A request whose task is cancelled loses its place before the
+next pass. Left to others: dialects, identity, capture (the model server).
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from toprope.servers.model.engines.embedded.batch import Batch
 from toprope.servers.model.engines.embedded.forward import Cache, Forward, NumpyForward, new_cache
 from toprope.servers.model.engines.embedded.grammar import Grammars
 from toprope.servers.model.engines.embedded.memory import TurnMemory
-from toprope.servers.model.engines.embedded.replies import output_items
+from toprope.servers.model.engines.embedded.replies import CallIds, output_items
 from toprope.servers.model.engines.embedded.sampling import Sampler, read_knobs
 from toprope.servers.model.engines.embedded.sequence import Limits, Sequence
+from toprope.servers.model.engines.embedded.streaming import ItemStream, Outlet
 from toprope.servers.model.engines.embedded.template import (
     Function,
     functions,
@@ -59,7 +60,25 @@ class _Job:
     """One request on its way. A cancelled future is how the thread learns that nobody waits any more."""
 
     request: EngineRequest
+    outlet: Outlet | None = None
+    call_ids: CallIds = field(default_factory=CallIds)
     reply: Future[EngineReply] = field(default_factory=Future)
+
+    @property
+    def calls(self) -> bool:
+        """Whether call frames in the text are calls."""
+        asked = self.request.request
+        return bool(asked.tools) and asked.tool_choice != "none"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Streaming:
+    """A running job whose deltas are wanted."""
+
+    job: _Job
+    sequence: Sequence
+    outlet: Outlet
+    items: ItemStream
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +100,7 @@ class EmbeddedEngine:
     a value out of range.
     """
 
-    capabilities = Capabilities(returns_ids=True, logprobs_mode="raw")
+    capabilities = Capabilities(returns_ids=True, streams_ids=True, logprobs_mode="raw")
 
     def __init__(
         self,
@@ -110,6 +129,7 @@ class EmbeddedEngine:
         self._backend = backend
         self._inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._waiting: deque[_Job] = deque()
+        self._streams: list[_Streaming] = []
         self._door = threading.Lock()
         self._open = False
         self._thread: threading.Thread | None = None
@@ -141,12 +161,17 @@ class EmbeddedEngine:
         Raises `ModelRejected` (400) for a request that cannot be served as asked, `ModelContextLength` (400) for a
         prompt that fills the context, `EngineUnavailable` if the engine is not running.
         """
-        job = _Job(request)
+        outlet = None if request.emit is None else Outlet(request.emit)
+        job = _Job(request, outlet)
         with self._door:
             if not self._open:
                 raise EngineUnavailable("The embedded engine is not running.")
             self._inbox.put(job)
-        return await asyncio.wrap_future(job.reply)
+        try:
+            return await asyncio.wrap_future(job.reply)
+        finally:
+            if outlet is not None:
+                outlet.close()
 
     async def close(self) -> None:
         """On return the thread has ended and the model is released; open requests got `EngineUnavailable`."""
@@ -214,8 +239,16 @@ class EmbeddedEngine:
                     parts.batch.drop(job)
                     _fail(job, EngineUnavailable(f"The embedded engine failed in a forward pass: {error!r}"))
                 continue
+            self._stream()
             for job, sequence in done:
                 self._answer(parts, job, sequence)
+
+    def _stream(self) -> None:
+        """Send what the running streams said since the last pass, and forget those that are over."""
+        for one in self._streams:
+            if not one.job.reply.cancelled():
+                one.outlet.send(one.items.advance(one.sequence))
+        self._streams = [one for one in self._streams if not (one.sequence.done or one.job.reply.done())]
 
     def _collect(self, parts: _Parts) -> bool:
         """Takes in what has arrived, waiting only when there is nothing to do. False when the engine is closing."""
@@ -242,6 +275,9 @@ class EmbeddedEngine:
             _fail(job, ModelRejected(f"The embedded engine could not read the request: {error!r}"))
         else:
             parts.batch.add(job, sequence)
+            if job.outlet is not None:
+                items = ItemStream(calls=job.calls, call_ids=job.call_ids)
+                self._streams.append(_Streaming(job, sequence, job.outlet, items))
 
     def _refuse_all(self) -> None:
         while not self._inbox.empty():
@@ -277,7 +313,7 @@ class EmbeddedEngine:
 
     def _answer(self, parts: _Parts, job: _Job, sequence: Sequence) -> None:
         try:
-            reply = self._reply(parts, job.request, sequence)
+            reply = self._reply(parts, job, sequence)
         except Exception as error:  # the sender gets the words; the thread must live on for the others
             log.exception("the embedded engine could not make a reply")
             _fail(job, EngineUnavailable(f"The embedded engine could not make a reply: {error!r}"))
@@ -285,9 +321,9 @@ class EmbeddedEngine:
         if job.reply.set_running_or_notify_cancel():
             job.reply.set_result(reply)
 
-    def _reply(self, parts: _Parts, request: EngineRequest, sequence: Sequence) -> EngineReply:
-        calls = bool(request.request.tools) and request.request.tool_choice != "none"
-        items = output_items(sequence.text, calls=calls, complete=sequence.finish == "stop")
+    def _reply(self, parts: _Parts, job: _Job, sequence: Sequence) -> EngineReply:
+        request, complete = job.request, sequence.finish == "stop"
+        items = output_items(sequence.text, calls=job.calls, complete=complete, call_ids=job.call_ids)
         if request.session is not None:
             text = turn_text([item_text(item) for item in items])
             parts.memory.put(request.session, sequence.prompt, text, sequence.ids)

@@ -24,8 +24,20 @@ def _refuse(word: str) -> float:
 _JSON = json.JSONDecoder(parse_constant=_refuse)
 
 
-def output_items(text: str, *, calls: bool, complete: bool) -> tuple[Item, ...]:
+class CallIds:
+    """The ids of one reply's calls by the place of their items, each made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, str] = {}
+
+    def of(self, index: int) -> str:
+        """The id of the call at `index`."""
+        return self._made.setdefault(index, f"call_{uuid4().hex}")
+
+
+def output_items(text: str, *, calls: bool, complete: bool, call_ids: CallIds | None = None) -> tuple[Item, ...]:
     """The items of one reply in order, at least one. `calls` False leaves call blocks in the text."""
+    ids = call_ids or CallIds()
     items: list[Item] = []
     at = 0
     for block in _BLOCK.finditer(text) if calls else ():
@@ -34,7 +46,7 @@ def output_items(text: str, *, calls: bool, complete: bool) -> tuple[Item, ...]:
             continue
         if text[at : block.start()].strip():
             items.append(_message(text[at : block.start()], complete))
-        items.append(_function_call(*call))
+        items.append(_function_call(*call, ids.of(len(items))))
         at = block.end()
     if text[at:].strip() or not items:
         items.append(_message(text[at:], complete))
@@ -91,11 +103,11 @@ def _message(text: str, complete: bool) -> Item:
     }
 
 
-def _function_call(name: str, arguments: str) -> Item:
+def _function_call(name: str, arguments: str, call_id: str) -> Item:
     return {
         "type": "function_call",
         "id": f"fc_{uuid4().hex}",
-        "call_id": f"call_{uuid4().hex}",
+        "call_id": call_id,
         "name": name,
         "arguments": arguments,
         "status": "completed",

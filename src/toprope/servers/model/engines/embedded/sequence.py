@@ -78,6 +78,15 @@ class Sequence:
         """What was said, without special tokens, up to a stop text if one ended it."""
         return bytes(self._text[: self._cut]).decode("utf-8", "replace")
 
+    def settled(self, start: int) -> bytes:
+        """The bytes of the text from `start` on that no later id changes: none that may begin a stop text."""
+        if self._cut is not None or self.finish is not None:
+            return bytes(self._text[start : self._cut])
+        return bytes(self._text[start : len(self._text) - self._stop_text_begun()])
+
+    def _stop_text_begun(self) -> int:
+        return max((_overlap(self._text, stop) for stop in self._limits.stop), default=0)
+
     def feed(self) -> Feed:
         """The next pass. A prompt goes in chunks of two ids or more, because a lone id is computed by other kernels and
         would differ in the last bits: so a prompt's cache is the same bits however much of it was reused."""
@@ -130,3 +139,11 @@ class Sequence:
                 found.append(at)
         self._cut = min(found, default=None)
         return bool(found)
+
+
+def _overlap(text: bytearray, stop: bytes) -> int:
+    """How many last bytes of `text` are the beginning of `stop`."""
+    for size in range(min(len(stop) - 1, len(text)), 0, -1):
+        if text.endswith(stop[:size]):
+            return size
+    return 0
