@@ -9,7 +9,7 @@ the meaning of provider errors (`provider_errors`), judging ids (the recorder).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from toprope.dialects.chat_reply import finish_from_chat, output_from_chat
@@ -20,11 +20,12 @@ from toprope.http.peer import MAX_REPLY_BYTES
 from toprope.protocol.headers import CLIENT_SESSION
 from toprope.servers.model.engines.base import Capabilities, EngineReply, EngineRequest, LogprobsMode, SampledTokens
 from toprope.servers.model.engines.chat_endpoint import ChatEndpoint, EndpointBounds, no_completion
+from toprope.servers.model.engines.replicas import Replicas
 from toprope.wire.chat import ChatReply
 
 
 class OpenAIEngine:
-    """An endpoint at `base_url` (with its `/v1`).
+    """An endpoint at `base_url` (with its `/v1`), or several that serve the same: `replicas` are further base URLs.
 
     `model` is sent upstream instead of what the client names; without it the client's name is, and one that names none
     gets the endpoint's only model. `return_token_ids` declares that the endpoint returns ids and logprobs when asked
@@ -39,6 +40,7 @@ class OpenAIEngine:
         *,
         client: Client,
         base_url: str,
+        replicas: Sequence[str] = (),
         model: str | None = None,
         api_key: str | None = None,
         return_token_ids: bool = False,
@@ -53,8 +55,13 @@ class OpenAIEngine:
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
         bounds = EndpointBounds(max_attempts, retry_budget_s, timeout_s, idle_timeout_s, max_reply_bytes)
-        self._endpoint = ChatEndpoint(client=client, base_url=base_url, api_key=api_key, bounds=bounds, pause=pause)
-        self.base_url = self._endpoint.base_url
+        self._replicas = Replicas(
+            [
+                ChatEndpoint(client=client, base_url=url, api_key=api_key, bounds=bounds, pause=pause)
+                for url in (base_url, *replicas)
+            ]
+        )
+        self.base_url = self._replicas.all[0].endpoint.base_url
         self.capabilities = Capabilities(
             returns_ids=return_token_ids, streams_ids=return_token_ids, logprobs_mode=logprobs_mode
         )
@@ -64,8 +71,11 @@ class OpenAIEngine:
         self._stream_usage = stream_usage
 
     async def start(self) -> None:
-        """On return the endpoint answered `/models`. Raises `EngineUnavailable` or `ModelAuth` naming the URL."""
-        models = await self._endpoint.models() or []
+        """On return every endpoint answered `/models`. Raises `EngineUnavailable` or `ModelAuth` naming the URL."""
+        for replica in self._replicas.all:
+            self._learn_model(await replica.endpoint.models() or [])
+
+    def _learn_model(self, models: list[dict[str, Any]]) -> None:
         names = [entry["id"] for entry in models if isinstance(entry.get("id"), str)]
         if len(names) == 1:
             self._only_model = names[0]
@@ -76,7 +86,16 @@ class OpenAIEngine:
     async def generate(self, request: EngineRequest) -> EngineReply:
         """One completion. Raises `EngineError` with the provider's status and words once the bounds are reached."""
         body, losses = self._body(request)
-        return await generate_at(self._endpoint, request, body, losses, pinned=self.capabilities.returns_ids)
+        pinned = self._pins(request)
+        if pinned:
+            pin_tokens(body)
+        return await self._replicas.run(
+            request.session, lambda endpoint: generate_at(endpoint, request, body, losses, pinned=pinned)
+        )
+
+    def _pins(self, request: EngineRequest) -> bool:
+        """Whether the engine is made to return ids."""
+        return request.want_tokens and self.capabilities.returns_ids
 
     def _body(self, request: EngineRequest) -> tuple[dict[str, Any], tuple[str, ...]]:
         losses: tuple[str, ...] = ()
@@ -88,20 +107,18 @@ class OpenAIEngine:
         if model is None:
             raise ModelRejected(f"the request names no model, and the engine at {self.base_url} has no single one")
         body["model"] = model
-        if request.want_tokens and self.capabilities.returns_ids:
-            body["return_token_ids"] = True
-            body["logprobs"] = True
-            top = body.get("top_logprobs")
-            body["top_logprobs"] = top if isinstance(top, int) and not isinstance(top, bool) and top > 0 else 0
-        set_streaming(body, request, usage=self._stream_usage)
+        if request.emit is not None:
+            body["stream"] = True
+            if self._stream_usage:
+                body["stream_options"] = {"include_usage": True}
         return body, losses
 
 
 async def generate_at(
     endpoint: ChatEndpoint, request: EngineRequest, body: dict[str, Any], losses: tuple[str, ...], *, pinned: bool
 ) -> EngineReply:
-    """Send `body` to `endpoint`, streamed if the request wants deltas, and read the reply. `pinned`: it asks for ids
-    where tokens are wanted. Raises as `Engine.generate`."""
+    """Send `body` to `endpoint`, streamed if the request wants deltas, and read the reply. `pinned`: it asks for ids.
+    Raises as `Engine.generate`."""
     asked = request.dialect == "chat" and request.body.get("logprobs") is True
     headers = {} if request.session is None else {CLIENT_SESSION: request.session}
     if request.emit is None:
@@ -114,7 +131,7 @@ async def generate_at(
         output = output_from_chat(completion.message, request.call_id)
     except BadRequest as error:
         raise no_completion(endpoint.base_url, error) from error
-    tokens, fault = _tokens(completion, request.want_tokens, pinned and request.want_tokens)
+    tokens, fault = _tokens(completion, request.want_tokens, pinned)
     return EngineReply(
         output=output,
         finish_reason=finish_from_chat(completion.finish_reason, output),
@@ -129,12 +146,12 @@ async def generate_at(
     )
 
 
-def set_streaming(body: dict[str, Any], request: EngineRequest, *, usage: bool = True) -> None:
-    """Make `body` ask for a stream, with `usage` at its end, where the request wants deltas."""
-    if request.emit is not None:
-        body["stream"] = True
-        if usage:
-            body["stream_options"] = {"include_usage": True}
+def pin_tokens(body: dict[str, Any]) -> None:
+    """Make `body` ask for ids and for a logprob of each, whatever the client said."""
+    body["return_token_ids"] = True
+    body["logprobs"] = True
+    top = body.get("top_logprobs")
+    body["top_logprobs"] = top if isinstance(top, int) and not isinstance(top, bool) and top > 0 else 0
 
 
 def _tokens(completion: ChatReply, want_tokens: bool, pinned: bool) -> tuple[SampledTokens | None, str | None]:

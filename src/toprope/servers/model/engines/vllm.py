@@ -1,0 +1,181 @@
+"""Stock vLLM as an engine: exact ids, plain and streamed, proved at the start, and prompts given as ids.
+
+    asked for with a captured call   return_token_ids, logprobs, never a null top_logprobs
+    prompt ids                       at the top of a reply, on a stream's first chunk
+    sampled ids, logprobs            on the choice, in a stream on every chunk, whatever its delta
+    a prompt of ids                  kv_transfer_params.prompt_token_ids beside the messages: tool parsing is kept, and
+                                     the prompt ids that come back say whether it was obeyed (with images it is not)
+
+All dialects go through `/chat/completions`, since vLLM's own Responses and Messages routes lose ids. Two answers may
+bear one response id (`X-Request-Id` decides it there), so nothing is keyed by it. Fields: vLLM 0.32,
+https://docs.vllm.ai/en/latest/serving/openai_compatible_server.html. Left to others: placeholders for logprobs that
+are missing, which the record refuses (`tokens.entry`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from toprope.errors.tree import EngineUnavailable, ModelRejected
+from toprope.http.client import Client
+from toprope.http.peer import MAX_REPLY_BYTES
+from toprope.servers.model.engines.base import Capabilities, EngineRequest, LogprobsMode
+from toprope.servers.model.engines.chat_endpoint import ChatEndpoint
+from toprope.servers.model.engines.openai import OpenAIEngine, pin_tokens
+from toprope.tokens.entry import BadRecord, as_log_probs
+from toprope.wire.chat import ChatReply
+
+log = logging.getLogger(__name__)
+
+_TOKEN_PROMPT = "kv_transfer_params"
+_NEEDS = (
+    "Toprope needs a vLLM that knows `return_token_ids`, reached directly and not through a proxy that drops "
+    "fields it does not know; for an endpoint without ids use the engine `openai`."
+)
+
+
+class VllmEngine(OpenAIEngine):
+    """vLLM at `base_url` (with its `/v1`), or several that serve the same model: `replicas` are further base URLs.
+
+    `model` is the served name, learnt at the start if there is one only. `token_prompts: false` never gives prompts as
+    ids. `logprobs_mode` is what the server was started with (`--logprobs-mode`: "raw" for raw_logprobs, "processed").
+    `probe_timeout_s` bounds each call of the start's probe, which may have to warm the engine up. Bounds as for
+    `openai`. `max_model_len` is known once started, where vLLM says it.
+    """
+
+    def __init__(
+        self,
+        *,
+        client: Client,
+        base_url: str,
+        replicas: Sequence[str] = (),
+        model: str | None = None,
+        api_key: str | None = None,
+        token_prompts: bool = True,
+        logprobs_mode: LogprobsMode = "raw",
+        reasoning_field: str = "reasoning",
+        probe_timeout_s: float = 120.0,
+        max_attempts: int = 3,
+        retry_budget_s: float = 60.0,
+        timeout_s: float | None = None,
+        idle_timeout_s: float | None = 600.0,
+        max_reply_bytes: int = MAX_REPLY_BYTES,
+        pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        super().__init__(
+            client=client,
+            base_url=base_url,
+            replicas=replicas,
+            model=model,
+            api_key=api_key,
+            return_token_ids=True,
+            logprobs_mode=logprobs_mode,
+            reasoning_field=reasoning_field,
+            max_attempts=max_attempts,
+            retry_budget_s=retry_budget_s,
+            timeout_s=timeout_s,
+            idle_timeout_s=idle_timeout_s,
+            max_reply_bytes=max_reply_bytes,
+            pause=pause,
+        )
+        self.capabilities = Capabilities(
+            returns_ids=True, accepts_token_prompt=token_prompts, streams_ids=True, logprobs_mode=logprobs_mode
+        )
+        self.max_model_len: int | None = None
+        self._probe_timeout_s = probe_timeout_s
+
+    async def start(self) -> None:
+        """On return every replica returned exact ids for a tiny call, plain and streamed, and `capabilities` say
+        whether all of them take prompts of ids.
+
+        Raises `EngineUnavailable` naming the URL and what was missing, or the provider's own refusal.
+        """
+        accepts = self.capabilities.accepts_token_prompt
+        for replica in self._replicas.all:
+            accepts = await self._probe(replica.endpoint, token_prompts=accepts)
+        if self.capabilities.accepts_token_prompt and not accepts:
+            log.warning("%s: prompts cannot be given as ids here; token-in is off", self.base_url)
+        self.capabilities = replace(self.capabilities, accepts_token_prompt=accepts)
+
+    def _pins(self, request: EngineRequest) -> bool:
+        return request.want_tokens or request.prompt_token_ids is not None
+
+    def _body(self, request: EngineRequest) -> tuple[dict[str, Any], tuple[str, ...]]:
+        body, losses = super()._body(request)
+        if request.prompt_token_ids is not None and self.capabilities.accepts_token_prompt:
+            given = body.get(_TOKEN_PROMPT)
+            kept = given if isinstance(given, dict) else {}
+            body[_TOKEN_PROMPT] = {**kept, "prompt_token_ids": request.prompt_token_ids.tolist()}
+        return body, losses
+
+    async def _probe(self, endpoint: ChatEndpoint, *, token_prompts: bool) -> bool:
+        """One plain call and one streamed; whether the second obeyed its prompt of ids, where it was given one."""
+        url = endpoint.base_url
+        models = await endpoint.models() or []
+        self._learn_model(models)
+        model = self.model or self._only_model
+        served = [str(entry.get("id")) for entry in models]
+        if model is None or (served and model not in served):
+            raise EngineUnavailable(
+                f"the vLLM at {url} serves {', '.join(served) or 'no model'}; `model` is {model!r}: name one of them"
+            )
+        self._learn_length(next((entry for entry in models if entry.get("id") == model), {}))
+        body: dict[str, Any] = {
+            "model": model,
+            "messages": [{"role": "user", "content": "1"}],
+            "max_tokens": 1,
+            "temperature": 0,
+        }
+        pin_tokens(body)
+        plain = await self._tried(endpoint, body)
+        prompt, ids = _exact(plain, f"the vLLM at {url} answered a plain call")
+        given = [*prompt, *ids]
+        streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        reply = None
+        if token_prompts:
+            try:
+                reply = await self._tried(endpoint, {**streamed, _TOKEN_PROMPT: {"prompt_token_ids": given}})
+            except ModelRejected as error:  # a version that refuses the field: it serves well without
+                log.warning("%s", error)
+        if reply is None:
+            reply = await self._tried(endpoint, streamed)
+        seen, _ = _exact(reply, f"the vLLM at {url} answered a streamed call")
+        return token_prompts and seen == given
+
+    async def _tried(self, endpoint: ChatEndpoint, body: dict[str, Any]) -> ChatReply:
+        try:
+            async with asyncio.timeout(self._probe_timeout_s):
+                if body.get("stream"):
+                    return await endpoint.stream(body, {}, call_id="probe", emit=lambda delta: None)
+                return await endpoint.complete(body, {})
+        except TimeoutError:
+            raise EngineUnavailable(
+                f"the vLLM at {endpoint.base_url} did not answer a call of one token within {self._probe_timeout_s:g} s"
+            ) from None
+
+    def _learn_length(self, entry: dict[str, Any]) -> None:
+        length = entry.get("max_model_len")
+        if isinstance(length, int) and not isinstance(length, bool):
+            self.max_model_len = length if self.max_model_len is None else min(self.max_model_len, length)
+
+
+def _exact(reply: ChatReply, who: str) -> tuple[list[int], list[int]]:
+    """The prompt ids and the sampled ids of a probe. Raises `EngineUnavailable` saying what was not right."""
+    prompt, ids, log_probs = reply.prompt_ids, reply.token_ids, reply.log_probs
+    parts = {"prompt_token_ids": prompt, "token_ids": ids, "logprobs": log_probs}
+    missing = [name for name, value in parts.items() if value is None or not len(value)]
+    why = reply.token_fault or (f"without {', '.join(missing)}" if missing else None)
+    if prompt is None or ids is None or log_probs is None or why is not None:
+        raise EngineUnavailable(f"{who} {why}. {_NEEDS}", retryable=False)
+    try:
+        as_log_probs(log_probs)
+    except BadRecord as error:
+        raise EngineUnavailable(f"{who} with a logprob that is none: {error}. {_NEEDS}", retryable=False) from error
+    if len(ids) != len(log_probs) or reply.usage.output_tokens not in (None, len(ids)):
+        counted = f"{len(ids)} ids, {len(log_probs)} logprobs, {reply.usage.output_tokens} tokens by its usage"
+        raise EngineUnavailable(f"{who} with counts that disagree: {counted}. {_NEEDS}", retryable=False)
+    return prompt.tolist(), ids.tolist()
