@@ -136,7 +136,7 @@ RULES: tuple[Rule, ...] = (
         "arguments that are no JSON object",
         "folded",
         "tool_use.input.raw_arguments",
-        "a stream has sent their text by then, and the client reads of it what it can",
+        "but what began as an object has left in a stream, and the client reads of it what it can",
     ),
     Rule("pivot -> messages reply", "refusal part", "folded", "text block"),
     Rule("pivot -> messages reply", "empty text", "dropped", why="the API refuses empty blocks"),

@@ -6,7 +6,7 @@ Left to others: the message itself (`messages_reply`).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from toprope.dialects.chat_parts import plain_text, reasoning_text
 from toprope.dialects.deltas import Delta, ToolCallDelta
@@ -20,6 +20,7 @@ from toprope.dialects.emitted import (
     rest_of,
 )
 from toprope.dialects.messages_reply import (
+    arguments_object,
     message_begun,
     messages_usage,
     signature_of,
@@ -28,6 +29,7 @@ from toprope.dialects.messages_reply import (
     tool_block,
 )
 from toprope.dialects.pivot import PivotReply
+from toprope.wire.fields import write_object
 from toprope.wire.messages import Block
 from toprope.wire.responses import Item
 
@@ -41,6 +43,7 @@ class MessagesStream:
         self._started = False
         self._blocks = 0
         self._in_block = False
+        self._arguments: Literal["blank", "object", "odd"] = "blank"
 
     def open(self) -> bytes:
         """`message_start`."""
@@ -54,7 +57,7 @@ class MessagesStream:
         out = self._stop(before) if opened and before is not None else b""
         if isinstance(delta, ToolCallDelta):
             head = self._start(_call_block(item)) if opened else b""
-            return out + head + (self._grow(item, delta.arguments) if delta.arguments or opened else b"")
+            return out + head + self._argue(item, delta.arguments)
         return out + self._grow(item, delta.text) if delta.text else out
 
     def finish(self, reply: PivotReply) -> bytes:
@@ -67,7 +70,7 @@ class MessagesStream:
             check_same(item, final, by_id=item.kind == "reasoning")  # whose id is in the signature
             rest = rest_of(item.text, _text_of(final), f"item {item.index}")
             if item is sent[-1]:
-                out += [self._grow(item, rest) if rest else b"", self._stop(item, final)]
+                out += [self._rest(item, rest), self._stop(item, final)]
             elif rest:
                 raise StreamContradiction(f"item {item.index} has ended, and the finished one says more")
         out += [self._whole(index, output[index]) for index in range(len(sent), len(output))]
@@ -90,12 +93,28 @@ class MessagesStream:
         item = OpenItem(index, kind, str(final.get("id")))
         text = _text_of(final)
         if kind == "function_call":
-            return self._start(tool_block(final, {})) + self._grow(item, text) + self._stop(item, final)
+            return self._start(tool_block(final, {})) + self._rest(item, text) + self._stop(item, final)
         return self._grow(item, text) + self._stop(item, final) if text else b""
 
     def _start(self, block: Block) -> bytes:
         self._in_block = True
         return _event("content_block_start", index=self._blocks, content_block=block)
+
+    def _rest(self, item: OpenItem, text: str) -> bytes:
+        if not text:
+            return b""
+        item.pieces.append(text)
+        return self._argue(item, text) if item.kind == "function_call" else self._grow(item, text)
+
+    def _argue(self, item: OpenItem, piece: str) -> bytes:
+        """The delta of a piece of arguments, once they begin as an object.
+
+        Of anything else the public library makes an error, so it waits for the block's stop.
+        """
+        if self._arguments == "blank" and piece.strip():
+            self._arguments = "object" if piece.lstrip().startswith("{") else "odd"
+            piece = item.text
+        return self._grow(item, piece) if piece and self._arguments == "object" else b""
 
     def _grow(self, item: OpenItem, piece: str) -> bytes:
         """One delta of the open block; the first text of an item starts its block."""
@@ -110,15 +129,19 @@ class MessagesStream:
         return start + _event("content_block_delta", index=self._blocks, delta=delta)
 
     def _stop(self, item: OpenItem | None, final: Item | None = None) -> bytes:
-        """The end of the open block, if there is one; a thought is signed before."""
+        """The end of the open block, if there is one; a thought is signed before, what is no object is told as one."""
         if not self._in_block:
             return b""
         out = b""
+        if item is not None and item.kind == "function_call" and self._arguments != "object":
+            value = arguments_object(item.text)
+            out = self._grow(item, write_object(value).decode() if value else "")
         if item is not None and item.kind == "reasoning":
             signed = {"type": "signature_delta", "signature": signature_of(final or {"id": item.id})}
             out = _event("content_block_delta", index=self._blocks, delta=signed)
         out += _event("content_block_stop", index=self._blocks)
         self._in_block = False
+        self._arguments = "blank"
         self._blocks += 1
         return out
 

@@ -29,7 +29,7 @@ class Told:
 
 
 def told(seed: int, *, objects_only: bool) -> Told:
-    """The reply of `seed`. With `objects_only` every argument string is a JSON object or empty."""
+    """The reply of `seed`. With `objects_only` no argument string is an object that was cut short."""
     rng = random.Random(seed)
     reply_id = f"r{seed:x}"
     output = with_item_ids(_output(rng, objects_only), reply_id)
@@ -62,8 +62,8 @@ def _call(rng: random.Random, objects_only: bool) -> str:
     value = {rng.choice("abcdé"): rng.choice(_VALUES) for _ in range(rng.randrange(4))}
     indent, ascii_only = rng.choice((None, None, 1)), rng.random() < 0.5
     spelled = json.dumps(value, ensure_ascii=ascii_only, indent=indent)
-    if rng.random() < 0.1:
-        return ""
+    if rng.random() < 0.2:
+        return rng.choice(("", " ", "[1, 2]", "null", "not json", "\n{}", "  x{"))
     return spelled[: rng.randrange(len(spelled) + 1)] if not objects_only and rng.random() < 0.3 else spelled
 
 

@@ -89,11 +89,7 @@ def test_an_item_is_closed_when_the_next_begins_and_the_last_one_only_at_the_fin
     ]
     writer = _open("messages")
     assert _types(writer.delta(TextDelta(0, "I add"))) == ["content_block_start", "content_block_delta"]
-    assert _types(writer.delta(ToolCallDelta(1, "", "add", "c1"))) == [
-        "content_block_stop",
-        "content_block_start",
-        "content_block_delta",
-    ]
+    assert _types(writer.delta(ToolCallDelta(1, "", "add", "c1"))) == ["content_block_stop", "content_block_start"]
     assert _types(writer.finish(_reply(TEXT, ADD))) == [
         "content_block_delta",
         "content_block_stop",
@@ -230,6 +226,23 @@ def test_messages_have_counts_at_both_ends():
 def test_tokens_leave_with_the_finish_and_only_where_they_were_asked_for(dialect):
     assert b"token_ids" not in _open(dialect).finish(_reply(TEXT))
     assert b'"generation_token_ids":[2]' in _open(dialect).finish(_reply(TEXT, tokens=TRIPLE))
+
+
+def test_arguments_that_are_no_object_are_told_as_one_when_the_block_stops():
+    call = {**ADD, "arguments": "rm -rf"}
+    writer = _open("messages")
+    early = _events(writer.delta(ToolCallDelta(0, " ", "add", "c1")) + writer.delta(ToolCallDelta(0, "rm")))
+    assert [event["type"] for event in early] == ["content_block_start"]
+    call["arguments"] = " rm -rf"
+    late = _events(writer.finish(_reply(call)))
+    assert json.loads(late[0]["delta"]["partial_json"]) == {"raw_arguments": " rm -rf"}
+
+
+def test_every_call_has_an_argument_delta_an_empty_one_too():
+    events = _events(_open("messages").finish(_reply(ADD, MUL)))
+    pieces = [event["delta"]["partial_json"] for event in events if event["type"] == "content_block_delta"]
+    assert pieces == ['{"a": 1}', ""]
+    assert [e["content_block"]["input"] for e in events if e["type"] == "content_block_start"] == [{}, {}]
 
 
 def test_a_triple_stands_in_the_last_items_done_and_not_in_its_beginning():
