@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NotRequired, Protocol, TypeAlias, TypedDict, runtime_checkable
 
 from toprope.capture.bounds import within
@@ -77,6 +77,7 @@ async def finalize_rollout_token_capture(
     deliver: Deliver = "single",
     size_limit: int = SIZE_LIMIT,
     timeout_s: float | None = SOURCE_TIMEOUT_S,
+    on_snapshot: Callable[[TokenCaptureSnapshot], None] | None = None,
 ) -> Delivered | None:
     """Freeze the capture of a flat result row and rebuild its response from what was sampled.
 
@@ -84,8 +85,9 @@ async def finalize_rollout_token_capture(
     `mask_sample` says whether the row may be trained on; when it may, `rebuilt_response` is the row's response with
     its output and usage replaced, everything else kept. Before freezing it waits up to `settle_s` for open calls; a
     source that does not answer within `timeout_s` seconds masks the row (`source_failed`) and its evidence stays.
-    Repeated before retirement it gives the same answer; after it, `already_delivered`. The row is not changed; never
-    raises, but for the cancellation of the caller.
+    `on_snapshot` is given what was frozen, for whoever needs it beside the row. Repeated before retirement it gives
+    the same answer; after it, `already_delivered`. The row is not changed; never raises, but for the cancellation of
+    the caller.
     """
     response = row.get("response")
     if "failure_kind" in row or (isinstance(response, Mapping) and _carries_tokens(row, response)):
@@ -101,6 +103,8 @@ async def finalize_rollout_token_capture(
         if settle_s > 0 and isinstance(source, SettlingSource):
             await within(timeout_s and settle_s + timeout_s, source.settle(key, settle_s), "settle")
         snapshot = _understood(await within(timeout_s, source.freeze(key), "freeze"), key)
+        if on_snapshot is not None:
+            on_snapshot(snapshot)
         work = _Work(row, response, snapshot, format, deliver, size_limit)
         heavy = sum(len(e.prompt_token_ids) + len(e.generation_token_ids) for e in snapshot.entries) > _INLINE_IDS
         delivered = await asyncio.to_thread(work.deliver_row) if heavy else work.deliver_row()
@@ -255,8 +259,10 @@ def _understood(snapshot: Any, key: str) -> TokenCaptureSnapshot:
     for entry in snapshot.entries:
         try:
             entries.append(entry if isinstance(entry, TokenEntry) else TokenEntry.from_dump(_dump(entry)))
-        except (BadRecord, TypeError, ValueError, AttributeError) as error:
-            lost.append(f"{getattr(error, 'reason', 'write_failed')}:{error}")
+        except BadRecord as error:
+            lost.append(f"{error.reason}:{_name_of(entry)}{error}")
+        except Exception as error:  # a record of a kind never seen costs its rollout and says which it was
+            lost.append(f"write_failed:{_name_of(entry)}{type(error).__name__}: {error}")
     return TokenCaptureSnapshot(
         rollout_id=key,
         entries=tuple(entries),
@@ -265,6 +271,12 @@ def _understood(snapshot: Any, key: str) -> TokenCaptureSnapshot:
         version=snapshot.version,
         reasons=(*getattr(snapshot, "reasons", ()), *lost),
     )
+
+
+def _name_of(entry: Any) -> str:
+    """The call of a foreign record, where it tells."""
+    call_id = entry.get("model_call_id") if isinstance(entry, Mapping) else getattr(entry, "model_call_id", None)
+    return f"{call_id}: " if isinstance(call_id, str) else ""
 
 
 def _dump(entry: Any) -> Mapping[str, Any]:

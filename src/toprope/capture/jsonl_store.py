@@ -21,7 +21,7 @@ from toprope.capture.jsonl_files import Files, OsFiles
 from toprope.capture.jsonl_threads import KeyedThreads
 from toprope.capture.protocols import BeginAck, CaptureInfo, Intent, JournalledCall, PutAck
 from toprope.capture.settling import Changes, InFlight, wait_settled
-from toprope.errors.tree import CaptureClosed
+from toprope.errors.tree import CaptureClosed, CaptureError
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.lifecycle import typed_reason
 from toprope.tokens.snapshot import Receipt, TokenCaptureSnapshot
@@ -35,8 +35,8 @@ class JsonlStore:
 
     Any number of stores in any number of processes that share a working `flock` may use one directory, NeMo Gym's own
     store among them. All verbs raise `CaptureClosed` where the life cycle refuses them, `CaptureError` for a directory
-    that cannot be written and for a put over a damaged record, and `OSError` when the disk refuses. A caller cancelled
-    while a verb waits does not know whether it took effect. `freeze_listeners` are told the keys that this store froze.
+    that cannot be written, for a put over a damaged record and where the disk refuses. A caller cancelled while a verb
+    waits does not know whether it took effect. `freeze_listeners` are told the keys that this store froze.
     `threads` is how many rollouts are worked on at once.
     """
 
@@ -173,4 +173,7 @@ class JsonlStore:
         await asyncio.to_thread(self._epochs.close)
 
     async def _run(self, key: str, work: Callable[[], T]) -> T:
-        return await self._threads.run(key, work)
+        try:
+            return await self._threads.run(key, work)
+        except OSError as error:  # with its file: a full disk, a directory of somebody else's
+            raise CaptureError(f"{self.directory}: the capture store cannot be used now: {error}") from error

@@ -147,7 +147,7 @@ class Recorder:
             self.forget(key)
             raise
         except Exception as error:
-            raise CaptureError(f"call {call_id} of {key}: its intent could not be written ({error!r})") from error
+            raise CaptureError(f"call {call_id} of {key}: its intent could not be written ({_said(error)})") from error
         if self._reader is not None:
             self._learn_from_begin(self._rollout(key), ack)
 
@@ -215,7 +215,7 @@ class Recorder:
             return
         except Exception as error:  # a fault of ours must not fail the agent's call
             log.exception("capture: call %s of %s could not be made into a record", call.call_id, call.key)
-            await self._lose(call.key, call.call_id, "write_failed", repr(error))
+            await self._lose(call.key, call.call_id, "write_failed", _said(error))
             return
         try:
             ack = await self._sink.put(entry)
@@ -234,7 +234,7 @@ class Recorder:
         except BadRecord as fault:
             await self._lose(call.key, call.call_id, fault.reason, str(fault))
         except Exception as error:  # whatever a sink raises, the loss is said
-            await self._lose(call.key, call.call_id, "write_failed", repr(error))
+            await self._lose(call.key, call.call_id, "write_failed", _said(error))
         else:
             if isinstance(ack, PutAck) and call.key in self._rollouts:
                 rollout = self._rollouts[call.key]
@@ -370,6 +370,11 @@ class Recorder:
         elif self._journal is None:
             limits.append(f"{name} keeps no journal that can be read: retries of clients are sampled again")
         return limits
+
+
+def _said(error: Exception) -> str:
+    """An error with its kind; `repr` leaves out the file of an `OSError`."""
+    return f"{type(error).__name__}: {error}"
 
 
 def _accepts(function: Callable[..., Any], name: str) -> bool:

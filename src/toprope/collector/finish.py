@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from toprope.canonical.json import NotJson
-from toprope.capture.bounds import within
 from toprope.capture.delivery import (
     Delivered,
     finalize_rollout_token_capture,
@@ -33,6 +32,7 @@ from toprope.errors.kinds import Delivery, Kind, Stage
 from toprope.results.ledger import Ledger
 from toprope.results.rows import MASKED_BY, FailureRecord, Unstorable, check_bundles, check_verdict, result_row
 from toprope.tokens.receipts import receipts_of
+from toprope.tokens.snapshot import TokenCaptureSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,8 @@ class Finisher:
         try:
             check_verdict(verdict)
             row = result_row(attempt.identity, verdict)
-            delivered = await self._finalize(row, doubt) if captured else None
+            frozen: list[TokenCaptureSnapshot] = []
+            delivered = await self._finalize(row, doubt, frozen.append) if captured else None
             if delivered is not None:
                 row = _rebuilt(row, delivered)
             check_bundles(row.get("response"))
@@ -84,7 +85,7 @@ class Finisher:
         except (Unstorable, NotJson) as error:
             return await self._failed(attempt, _unstorable(error, verdict))
         if captured and self._source is not None:
-            await self._retire(attempt.key, self._source, delivered)
+            await self._retire(attempt.key, self._source, delivered, frozen)
         if delivered is not None:
             self.masks.add(delivered)
             self._warn_of_raw_logprobs(delivered)
@@ -97,7 +98,9 @@ class Finisher:
         await self._ledger.failure(attempt.identity, failure, counts=uses_up_attempt(failure))
         return Outcome("failed", failure=failure)
 
-    async def _finalize(self, row: Mapping[str, Any], doubt: str | None) -> Delivered | None:
+    async def _finalize(
+        self, row: Mapping[str, Any], doubt: str | None, keep: Callable[[TokenCaptureSnapshot], None]
+    ) -> Delivered | None:
         """What delivery makes of the row's capture; None for a row with token ids of the agent's own."""
         if self._source is None:
             return None
@@ -110,6 +113,7 @@ class Finisher:
             format=self._capture.format,
             deliver=self._capture.deliver,
             timeout_s=self._capture.source_timeout_s,
+            on_snapshot=keep,
         )
 
     def _warn_of_raw_logprobs(self, delivered: Delivered) -> None:
@@ -123,8 +127,13 @@ class Finisher:
                 "return processed logprobs."
             )
 
-    async def _retire(self, key: str, source: TokenSource, delivered: Delivered | None) -> None:
-        """Let go of a capture whose row is durable. What goes wrong here keeps the evidence and fails nothing."""
+    async def _retire(
+        self, key: str, source: TokenSource, delivered: Delivered | None, frozen: Sequence[TokenCaptureSnapshot]
+    ) -> None:
+        """Let go of a capture whose row is durable. What goes wrong here keeps the evidence and fails nothing.
+
+        A source that keeps no receipts gets them journalled first, of the snapshot that the row was made from.
+        """
         if delivered is not None and delivered["mask_sample"]:
             return
         bound = self._capture.source_timeout_s
@@ -133,17 +142,14 @@ class Finisher:
                 retired = await retire_redundant_capture(key, source, timeout_s=bound)
             else:
                 if self._capture.journal_receipts or not isinstance(source, ReceiptSource):
-                    await self._keep_receipts(key, source)
+                    for snapshot in frozen:
+                        receipts = receipts_of(snapshot.entries)
+                        await self._ledger.receipts(key, snapshot.snapshot_id, snapshot.version, receipts)
                 retired = await retire_rollout_token_capture(key, source, delivered, timeout_s=bound)
             if not retired:
                 log.warning("rollout %s: its capture was not retired and stays as evidence", key)
         except Exception:  # the row is delivered; evidence that stays is listed by `capture ls`
             log.exception("rollout %s: retiring its capture failed; it stays as evidence", key)
-
-    async def _keep_receipts(self, key: str, source: TokenSource) -> None:
-        """A source that keeps no receipts gets them journalled: frozen already, so freezing again reads the same."""
-        snapshot = await within(self._capture.source_timeout_s, source.freeze(key), "freeze")
-        await self._ledger.receipts(key, snapshot.snapshot_id, snapshot.version, receipts_of(snapshot.entries))
 
 
 class MaskWatch:

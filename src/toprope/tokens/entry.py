@@ -155,19 +155,80 @@ class TokenEntry:
         missing = {"prompt_token_ids", "generation_token_ids", "generation_log_probs"} - values.keys()
         if missing:
             raise BadRecord("no_token_ids", f"half a bundle: {', '.join(sorted(missing))} missing")
+        _check_types(values)
         values["weight_versions"] = tuple(WeightSpan(*span) for span in values.get("weight_versions") or ())
         for name in ("output_items", "item_digests"):
             values[name] = tuple(values.get(name) or ())
+        for name in ("sampling", "client_gone", "media", "prompt_is_delta", "logprobs_mode"):
+            if values.get(name, "") is None:
+                del values[name]
         values["parent_decision"] = values.get("parent_decision") or "unresolved"
         return cls(**values, extra={k: v for k, v in dump.items() if k not in known})
 
 
+_TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {
+    "rollout_id": (str, "a string"),
+    "model_call_id": (str, "a string"),
+    "model": (str, "a string"),
+    "created_at": ((int, float, np.number), "a number"),
+    "output_items": ((list, tuple), "a list of objects"),
+    "token_item_index": ((int, np.integer), "an integer"),
+    "logprobs_mode": (str, "a string"),
+    "response_id": (str, "a string"),
+    "request_digest": (str, "a string"),
+    "item_digests": ((list, tuple), "a list of strings"),
+    "parent_call_id": (str, "a string"),
+    "parent_resolution_reason": (str, "a string"),
+    "prompt_is_delta": (bool, "true or false"),
+    "cum_len": ((int, np.integer), "an integer"),
+    "chain_hash": (str, "a string"),
+    "finish_reason": (str, "a string"),
+    "sampling": (Mapping, "an object"),
+    "weight_versions": ((list, tuple), "a list of [start, end, version]"),
+    "client_gone": (bool, "true or false"),
+    "media": (bool, "true or false"),
+    "dialect": (str, "a string"),
+}
+"""What a dumped field holds where it is not null."""
+
+
+def _check_types(values: Mapping[str, Any]) -> None:
+    """Raise `BadRecord("write_failed")` naming the first field of a dump that is not of its type."""
+    for name in ("rollout_id", "model_call_id", "model", "created_at"):
+        if values.get(name) is None:
+            raise BadRecord("write_failed", f"{name} is missing")
+    for name, (kind, accepted) in _TYPES.items():
+        value = values.get(name)
+        if value is not None and not (isinstance(value, kind) and (kind is bool or type(value) is not bool)):
+            raise BadRecord("write_failed", f"{name} is {_shown(value)}, expected {accepted}")
+    decision = values.get("parent_decision") or "unresolved"
+    if decision not in ("root", "resolved", "unresolved"):
+        raise BadRecord("write_failed", f"parent_decision is {_shown(decision)}, expected root, resolved or unresolved")
+    for name, part, accepted in (("output_items", Mapping, "an object"), ("item_digests", str, "a string")):
+        for index, value in enumerate(values.get(name) or ()):
+            if not isinstance(value, part):
+                raise BadRecord("write_failed", f"{name}[{index}] is {_shown(value)}, expected {accepted}")
+    for index, span in enumerate(values.get("weight_versions") or ()):
+        if not isinstance(span, list | tuple) or [type(each) for each in span] != [int, int, str]:
+            raise BadRecord(
+                "write_failed", f"weight_versions[{index}] is {_shown(span)}, expected [start, end, version]"
+            )
+
+
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else text[:56] + " ..."
+
+
 def as_ids(values: Sequence[int] | NDArray[Any], name: str) -> NDArray[np.uint32]:
     """`values` as a read-only (N,) uint32 array. Raises `BadRecord` naming the first value outside [0, 2**32)."""
-    array = np.asarray(values)
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, OverflowError) as error:  # lists of several lengths
+        raise BadRecord("no_token_ids", f"{name}: expected a flat list of integers ({error})") from error
     if array.dtype == np.uint32 and array.ndim == 1:
         return _frozen(array)
-    if array.size == 0:
+    if array.ndim == 1 and array.size == 0:
         return _frozen(np.zeros(0, dtype=np.uint32))
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise BadRecord("no_token_ids", f"{name}: expected a flat list of integers")
@@ -182,7 +243,7 @@ def as_log_probs(values: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
     """`values` as a read-only (N,) float64 array. Raises `BadRecord` naming the first that is no logprob."""
     try:
         array = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise BadRecord("bad_logprob", f"generation_log_probs: {error}") from error
     if array.ndim != 1:
         raise BadRecord("bad_logprob", "generation_log_probs: expected a flat list of numbers")

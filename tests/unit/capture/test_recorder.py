@@ -337,9 +337,9 @@ def test_a_sink_that_cannot_say_that_a_call_was_lost_is_refused() -> None:
 async def test_a_failing_intent_fails_the_call_before_it_is_sent() -> None:
     class Broken(MemoryStore):
         async def begin_call(self, rollout_id: str, model_call_id: str, *, intent: Intent | None = None) -> Any:
-            raise OSError("no space")
+            raise OSError(28, "no space", "/captures/k.tokens")
 
-    with pytest.raises(CaptureError, match=r"c1 of k.*no space"):
+    with pytest.raises(CaptureError, match=r"c1 of k.*OSError.*no space.*/captures/k\.tokens"):
         await Recorder(Broken()).begin("k", "c1")
 
 

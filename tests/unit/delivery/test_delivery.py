@@ -290,6 +290,37 @@ async def test_half_a_bundle_from_a_source_masks() -> None:
     assert {"incomplete", "no_token_ids", "write_failed"} <= set(delivered["metrics"]["mask_reasons"])
 
 
+class Unreadable:
+    """A foreign record that cannot even be dumped."""
+
+    model_call_id = "c9"
+
+    def model_dump(self) -> dict[str, Any]:
+        raise KeyError("theirs")
+
+
+@pytest.mark.parametrize(
+    ("record", "reason", "said"),
+    [
+        ({"prompt_token_ids": [[1], [2, 3]]}, "no_token_ids", "c1: prompt_token_ids: expected a flat list of integers"),
+        ({"output_items": ["text"]}, "write_failed", "c1: output_items[0] is 'text', expected an object"),
+        ({"sampling": ["temperature"]}, "write_failed", "c1: sampling is ['temperature'], expected an object"),
+        ({"generation_log_probs": [None]}, "bad_logprob", "c1: non-finite logprob at 0"),
+        (Unreadable(), "write_failed", "c9: KeyError: 'theirs'"),
+    ],
+)
+async def test_a_malformed_foreign_record_masks_with_its_own_reason_and_call(
+    record: Any, reason: str, said: str
+) -> None:
+    first, *rest = linear()
+    bad = {**first.model_dump(), **record} if isinstance(record, dict) else record
+    delivered = await finalize(a_row(), Foreign(ForeignSnapshot("r", [bad, *rest])))
+    found = delivered["metrics"]["mask_reasons"]
+    assert {"incomplete", reason} <= set(found)
+    assert "source_failed" not in found
+    assert delivered["metrics"]["incomplete_reasons"][0].startswith(f"{reason}:{said}")
+
+
 async def test_a_source_that_answers_for_another_rollout_masks() -> None:
     delivered = await finalize(a_row(), Foreign(ForeignSnapshot("other", linear())))
     assert delivered["metrics"]["mask_reasons"] == ["source_failed"]

@@ -98,7 +98,7 @@ async def test_a6_a_logprob_that_is_no_number_masks_with_its_place(value: Any) -
     bad = {**good.model_dump(), "generation_log_probs": [-0.1, value, -0.3]}
     done = await outcome([bad])  # type: ignore[list-item]
     assert "bad_logprob" in done["metrics"]["mask_reasons"]
-    assert done["metrics"]["incomplete_reasons"] == ["bad_logprob:non-finite logprob at 1"]
+    assert done["metrics"]["incomplete_reasons"] == ["bad_logprob:c1: non-finite logprob at 1"]
     with pytest.raises(BadRecord, match="non-finite logprob at 1"):
         replace(good, generation_log_probs=[-0.1, float("nan") if value is None else value, -0.3])
 
