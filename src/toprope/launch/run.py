@@ -103,7 +103,7 @@ class RunJob:
                 min_coverage=self.run.min_coverage,
                 budget_s=self.run.budget_s,
                 request_timeout_s=_longest_episode(self.configuration),
-                scoring={"servers": scoring_settings(self.configuration)},
+                scoring={"servers": scoring_settings(self.configuration), **sandbox_settings(self.configuration)},
                 servers={
                     name: f"toprope {__version__}" if config.url is None else config.url
                     for name, config in self.configuration.servers.items()
@@ -209,6 +209,19 @@ def scoring_settings(configuration: Configuration) -> dict[str, Mapping[str, Any
             values |= {f"limits.{key}": value for key, value in spend.items() if value is not None}
         out[name] = values
     return out
+
+
+def sandbox_settings(configuration: Configuration) -> dict[str, Any]:
+    """What sandboxes allow, which also changes what a reward means: under the key `sandboxes`, if there are any."""
+    if not configuration.sandboxes:
+        return {}
+    places = ("leases", "engine", "reap_every_s", "control_groups", "env")  # env may hold a secret
+    return {
+        "sandboxes": {
+            name: {key: value for key, value in msgspec.to_builtins(config).items() if key not in places}
+            for name, config in configuration.sandboxes.items()
+        }
+    }
 
 
 def _longest_episode(configuration: Configuration) -> float:
