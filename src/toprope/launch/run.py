@@ -204,11 +204,24 @@ def scoring_settings(configuration: Configuration) -> dict[str, Mapping[str, Any
         if "engine" in values:
             engine = values["engine"]
             values["engine"] = {key: engine[key] for key in engine if key not in ("api_key", "base_url")}
+        if "config" in values:
+            values["config"] = _without_secrets(values["config"])
         if isinstance(config, ModelConfig):
             spend = {key: getattr(config.limits, key) for key in ("calls", "tokens", "seconds")}
             values |= {f"limits.{key}": value for key, value in spend.items() if value is not None}
         out[name] = values
     return out
+
+
+def _without_secrets(value: Any) -> Any:
+    """`value` without keys of others' servers; of headers and environment variables only the names are kept."""
+    if not isinstance(value, Mapping):
+        return value
+    kept = {key: _without_secrets(item) for key, item in value.items() if key != "api_key"}
+    return {
+        key: sorted(map(str, item)) if key in ("env", "headers") and isinstance(item, Mapping) else item
+        for key, item in kept.items()
+    }
 
 
 def sandbox_settings(configuration: Configuration) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from toprope.errors.tree import ConfigError
 from toprope.http.client import Client
 from toprope.launch.config import load_configuration
 from toprope.launch.parts import build_parts
+from toprope.launch.run import sandbox_settings, scoring_settings
 from toprope.launch.sandboxes import Desks, sweep
 from toprope.launch.world import World
 from toprope.sandbox.docker import Docker
@@ -55,6 +56,23 @@ def test_too_little_memory_is_named_where_it_stands(tmp_path: Path) -> None:
     box = {"kind": "bubblewrap", "limits": {"memory_bytes": 1}}
     with pytest.raises(ConfigError, match=r"sandboxes\.box\.limits: .*33554432"):
         Desks(read(tmp_path, {"sandboxes": {"box": box}, "servers": {"policy": POLICY}}))
+
+
+def test_what_a_run_writes_down_of_its_agents_and_sandboxes_holds_no_secret(tmp_path: Path) -> None:
+    program = {"argv": ["true", "{prompt}"], "env": {"TOKEN": "hunter2"}}
+    stranger = {"url": "http://127.0.0.1:9/", "api_key": "hunter2", "headers": {"x-key": "hunter2"}, "timeout_s": 5}
+    servers = {
+        "policy": POLICY,
+        "solver": {**COMMAND, "config": program},
+        "other": {**COMMAND, "use": "remote", "config": stranger},
+    }
+    box = {"kind": "directory", "env": {"TOKEN": "hunter2"}, "limits": {"wall_s": 5}}
+    configuration = read(tmp_path, {"sandboxes": {"box": box}, "servers": servers})
+    written = {**scoring_settings(configuration), **sandbox_settings(configuration)}
+    assert "hunter2" not in str(written)
+    assert written["solver"]["config"] == {"argv": ["true", "{prompt}"], "env": ["TOKEN"]}
+    assert written["other"]["config"]["timeout_s"] == 5
+    assert written["sandboxes"]["box"]["limits"]["wall_s"] == 5
 
 
 @pytest.mark.promise("EP-14")
