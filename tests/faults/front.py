@@ -1,7 +1,7 @@
 """A faulty front: a proxy on a real socket that does to one call of a rollout what its plan says.
 
     before the effect    refused (by `Detour`, since a refused call is never seen here), 500, 429, dropped_before, hang
-    after the effect     dropped_after, cut, wrong_id, garbage: the server behind has done it, the caller learns less
+    after the effect     dropped_after, hang_after, cut, wrong_id, garbage: the server behind has done it all the same
 
 One front stands before each server. Left to others: which call of which rollout, and what must come of it.
 """
@@ -144,7 +144,9 @@ async def _one(
         return False
     else:
         status, told = await _ask(host, port, raw + body)
-        if fault == "dropped_after":
+        if fault == "hang_after":
+            await reader.read(1)
+        if fault in ("hang_after", "dropped_after"):
             return False
         if fault == "cut":
             writer.write(status + told[: len(told) // 2])

@@ -23,6 +23,7 @@ from toprope.http.client import Client
 
 from .process import CLEANUP_S, EPISODE_S
 
+pytestmark = pytest.mark.slow
 PROGRAM = Path(__file__).with_name("process.py")
 WAIT_S = 30.0
 TASK = {

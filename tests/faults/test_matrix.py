@@ -110,7 +110,7 @@ PATHS = {
     "verify": "/verify",
     "resources_close": "/close_session",
 }
-AFTER_THE_EFFECT = {"dropped_after", "cut", "wrong_id", "garbage"}
+AFTER_THE_EFFECT = {"dropped_after", "hang_after", "cut", "wrong_id", "garbage"}
 DOES = {"seed": "allocated", "activation": "activated", "tool": "looked", "verify": "verified"}
 """What a call does, where that is counted. The tool is called from within an activation."""
 
@@ -129,6 +129,10 @@ class Cell:
     def key(self) -> str:
         how = "always" if self.always else "once"
         return f"{self.protocol}.{self.call}.{self.fault}.{how}".replace("_", "-")
+
+    @property
+    def hangs(self) -> bool:
+        return self.fault in ("hang", "hang_after")
 
     @property
     def fails(self) -> bool:
@@ -154,6 +158,8 @@ def read(table: str) -> Iterator[tuple[str, str, str, str]]:
         call, fault, *rest = words
         cut = 1 if rest[0] == "result" else 4
         yield call, fault, " ".join(rest[:cut]), " ".join(rest[cut:])
+        if fault == "hang":  # for the caller a hang is one, whether or not the server has acted
+            yield call, "hang_after", " ".join(rest[:cut]), " ".join(rest[cut:])
 
 
 def cells() -> Iterator[Cell]:
@@ -175,7 +181,7 @@ async def run_all() -> dict[str, Seen]:
     async with a_house() as house:
         bound = asyncio.Semaphore(16)
         for hurried in (False, True):
-            group = [cell for cell in CELLS if (cell.fault == "hang") is hurried]
+            group = [cell for cell in CELLS if cell.hangs is hurried]
             for cell, found in zip(
                 group, await asyncio.gather(*(one(house, cell, bound) for cell in group)), strict=True
             ):
@@ -187,11 +193,11 @@ async def run_all() -> dict[str, Seen]:
 
 
 async def one(house: House, cell: Cell, bound: asyncio.Semaphore) -> Seen:
-    async with bound if cell.fault != "hang" else asyncio.Semaphore(1):
+    async with asyncio.Semaphore(1) if cell.hangs else bound:
         activation = "2" if cell.call == "activation" and cell.protocol == "interactive" else None
         fault = Fault(cell.fault, PATHS[cell.call], 1000 if cell.always else 1, activation)
         house.faults.planned[cell.key] = fault
-        outcome = await house.run(cell.protocol, cell.key, hurried=cell.fault == "hang")
+        outcome = await house.run(cell.protocol, cell.key, hurried=cell.hangs)
         did = {what: count for (what, key), count in house.did.items() if key == cell.key}
         return Seen(outcome, did, house.left(cell.key), fault.met)
 
