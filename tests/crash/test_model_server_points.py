@@ -89,16 +89,20 @@ def ids_of(number: int) -> list[int]:
     return [100 + number, 50, 2]
 
 
+async def send(port: int, data: bytes, count: int) -> RawCall:
+    """One request of a client library, its `count`-th retry."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    writer.write(f"{head}x-stainless-retry-count: {count}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+    return RawCall(reader, writer)
+
+
 async def ask(port: int, messages: list[Any], stream: bool, risen: asyncio.Future[Any]) -> str:
     """The text of a reply that came whole, asked for again and again, each time marked as the next retry."""
     data = json.dumps({"model": "m", "messages": messages, "stream": stream}).encode()
     for count in range(5):
         try:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-            head += f"x-stainless-retry-count: {count}\r\ncontent-length: {len(data)}\r\n\r\n"
-            writer.write(head.encode() + data)
-            call = RawCall(reader, writer)
+            call = await send(port, data, count)
             body = (await call.end()).decode()
             call.close()
         except (EOFError, ConnectionError):
@@ -175,3 +179,45 @@ async def _points(servers: Stable, folder: Path, stream: bool) -> int:
         os.kill(made["pid"], 9)
         await servers.ask(wait=made["pid"])
     return size
+
+
+@pytest.mark.parametrize("fate", ["it ends", "it dies"])
+async def test_a_retry_at_another_worker_waits_for_the_first_one_or_learns_of_its_death(
+    tmp_path: Path, fate: str
+) -> None:
+    asked, go = asyncio.Event(), asyncio.Event()
+    samples = Samples()
+
+    def answer(request: UpstreamRequest) -> UpstreamReply:
+        reply = samples(request)
+        asked.set()
+        return reply if len(samples.asked) > 1 else UpstreamReply(reply.body, before=go.wait)
+
+    data = json.dumps({"model": "m", "messages": [{"role": "user", "content": "go"}]}).encode()
+    async with stable() as servers, serving(ScriptedUpstream(answer=answer)) as upstream:
+        told = {"directory": str(tmp_path), "upstream": upstream, "port": 0, "kill_at": 0}
+        workers = [await servers.ask(**told) for _ in range(2)]
+        one, two = (int(worker["url"].rpartition(":")[2]) for worker in workers)
+        first = await send(one, data, 0)
+        await asked.wait()
+        first.leave()
+        again = await send(two, data, 1)
+        store = STORES["sqlite"](tmp_path)
+        async with asyncio.timeout(20):
+            while len(await store.begun_calls("r")) < 2:  # noqa: ASYNC110 - the journal is all there is to wait for
+                await asyncio.sleep(0.005)
+        if fate == "it dies":
+            os.kill(workers[0]["pid"], 9)
+        go.set()
+        reply = json.loads(await again.end())["choices"][0]["message"]["content"]
+        for worker in workers[fate == "it dies" :]:
+            os.kill(worker["pid"], 9)
+        for worker in workers:
+            await servers.ask(wait=worker["pid"])
+        kept = [entry.generation_token_ids.tolist() for entry in await store.open_entries("r")]
+        snapshot = await store.freeze("r")
+        await store.close()
+    number = 1 if fate == "it ends" else 2
+    assert (reply, kept) == (f"answer {number}", [ids_of(number)])
+    assert len(samples.asked) == number
+    assert not snapshot.incomplete

@@ -215,6 +215,35 @@ async def test_a_client_that_leaves_aborts_the_intent_at_once_and_the_drained_re
 
 
 @pytest.mark.promise("MS-3")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_before_its_call_was_sent_leaves_no_open_intent(recorder, store, stream):
+    begun, go_on, aborted = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    begin_call, abort_call = store.begin_call, store.abort_call
+
+    async def slow(*given, **more):
+        ack = await begin_call(*given, **more)
+        begun.set()
+        await go_on.wait()
+        return ack
+
+    async def noticing(*given, **more):
+        await abort_call(*given, **more)
+        aborted.set()
+
+    store.begin_call, store.abort_call = slow, noticing
+    recorder = Recorder(store, reader=store)
+    engine = Typist(script=["abc"])
+    async with on_the_wire(engine=engine, recorder=recorder) as wire:
+        call = await wire.ask("chat", stream=stream)
+        await begun.wait()
+        call.leave()
+        await asyncio.wait_for(aborted.wait(), 10)
+    assert engine.calls == 0
+    assert [each.abort for each in await store.begun_calls("4-2")] == ["not_sent"]
+    assert not (await store.freeze("4-2")).incomplete
+
+
+@pytest.mark.promise("MS-3")
 async def test_a_drain_that_takes_too_long_is_ended_and_said(recorder, store):
     reached = asyncio.Event()
 

@@ -5,6 +5,7 @@ Left to others: parents, judging ids, durability (`toprope.capture.recorder`).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Mapping
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from toprope.errors.tree import Forbidden, ModelContextLength, RefusedError, Top
 from toprope.servers.model.call import ModelCall
 from toprope.servers.model.engines.base import EngineReply, LogprobsMode
 from toprope.servers.model.replies import reply_details
+from toprope.servers.model.retries import NOT_SENT
 from toprope.tokens.entry import WeightSpan
 
 if TYPE_CHECKING:
@@ -56,7 +58,11 @@ class Custody:
             if begun is not None:
                 begun.append(call.call_id)
             intent = Intent(stream=call.stream, request_digest=call.tag, retry_count=call.retry_count or 0)
-            await self.require().begin(call.rollout_id, call.call_id, intent=intent)
+            try:
+                await self.require().begin(call.rollout_id, call.call_id, intent=intent)
+            except asyncio.CancelledError:  # the client left: the intent may stand by now, and nothing will follow it
+                await self.abort(call, NOT_SENT)
+                raise
 
     async def abort(self, call: ModelCall, reason: str) -> None:
         """On return the intent is closed: nothing was sampled that an agent could keep."""

@@ -78,15 +78,16 @@ def stream_writer(call: ModelCall, model: str) -> StreamWriter:
 
 def reply_details(made: EngineReply) -> dict[str, Any]:
     """What a reply says beyond its record's own fields, for a retry that is answered from the record."""
-    usage = {name: value for name, value in asdict(made.usage).items() if value is not None}
-    counted = made.tokens
-    if counted is not None and usage == {
-        "input_tokens": len(counted.prompt_token_ids),
-        "output_tokens": len(counted.generation_token_ids),
-    }:
-        usage = {}
-    details = {"usage": usage, "logprobs": made.logprobs, "extra": dict(made.extra)}
-    return {name: value for name, value in details.items() if value}
+    details: dict[str, Any] = {}
+    usage, counted = made.usage, made.tokens
+    told = usage.cached_tokens is not None or usage.reasoning_tokens is not None
+    if told or (counted is not None and usage.input_tokens not in (None, len(counted.prompt_token_ids))):
+        details["usage"] = {name: value for name, value in asdict(usage).items() if value is not None}
+    if made.logprobs:
+        details["logprobs"] = made.logprobs
+    if made.extra:
+        details["extra"] = dict(made.extra)
+    return details
 
 
 def recorded_reply(call: ModelCall, entry: TokenEntry) -> tuple[ModelCall, EngineReply]:
