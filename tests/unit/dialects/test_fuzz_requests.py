@@ -20,7 +20,7 @@ from toprope.errors.tree import BadRequest
 from toprope.tokens.items import item_digests
 from toprope.wire.fields import read_object, write_object
 
-BODIES = 6_000
+BODIES = 4_000
 READERS = {"chat": request_from_chat, "responses": request_from_responses, "messages": request_from_messages}
 
 # fmt: off

@@ -17,7 +17,7 @@ from toprope.dialects.messages_reply import messages_reply
 from toprope.dialects.responses import request_from_responses, responses_reply
 from toprope.dialects.stream import open_stream
 
-SEEDS = 700
+SEEDS = 500
 REQUEST = request_from_responses({"input": "x", "metadata": {"a": "b"}})
 SAY = [{"role": "user", "content": "x"}]
 
