@@ -54,6 +54,8 @@ def test_the_same_item_is_known_again(sent: dict[str, Any], recorded: dict[str, 
         (call('{"a":true}', "other"), call('{"a":1}')),
         (call('{"a":12345678901234567890}', "other"), call('{"a":12345678901234567891}')),
         ({**call("{}", "other"), "name": "mul"}, call("{}")),
+        (said([{"type": "output_audio", "data": "a"}]), said([{"type": "output_audio", "data": "b"}])),
+        (said([{"type": "text", "text": "x"}, {"type": "chart", "of": 1}]), said("x")),
         ({"type": "computer_call", "action": {"x": 1}}, {"type": "computer_call", "action": {"x": 2}}),
     ],
 )

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from toprope.tokens.entry import TokenEntry
-from toprope.tokens.hashing import ChainHash, common_prefix
+from toprope.tokens.hashing import ChainHash
 from toprope.tokens.items import item_digests
-from toprope.tokens.lineage import DEFERRED, LineageHistory, ParentChoice, decide, decide_deferred
+from toprope.tokens.lineage import DEFERRED, LineageHistory, ParentChoice, _Strand, decide, decide_deferred
 
 GOLDEN = [
     json.loads(line)
@@ -114,6 +114,34 @@ def test_a10_a_turn_that_the_harness_wrote_is_no_turn_of_ours() -> None:
     assert ask(history, ["u:hi", "a:x", "a:I could not finish."], [1, 2, 7]).reason == "unrecorded_turn"
     # Nor is a second copy of one that we have: items are counted.
     assert ask(history, ["u:hi", "a:x", "a:x"], [1, 2, 7]).reason == "unrecorded_turn"
+
+
+def test_a_turn_sent_back_twice_is_no_turn_of_ours_however_often_it_was_sent_before() -> None:
+    history = after_one_call([2], ["a:x"], [1])
+    record(history, "c2", [item("u:hi"), item("a:x"), item("u:go")], [1, 2, 3], [4], [item("a:y")])
+    assert ask(history, ["u:hi", "a:x", "u:go", "a:y"], [1, 2, 3, 4, 5]).parent_call_id == "c2"
+    assert ask(history, ["u:hi", "a:x", "u:go", "a:x", "a:y"], [1, 2, 3, 4, 5]).reason == "unrecorded_turn"
+
+
+def test_what_a_child_said_does_not_stand_in_for_its_parent() -> None:
+    """A request that leaves the child's ids out and keeps its words hides where the words came from."""
+    history = after_one_call([2], ["a:x"], [1])
+    record(history, "c2", [item("u:hi"), item("a:x"), item("u:go")], [1, 2, 3], [4], [item("a:y")])
+    choice = ask(history, ["u:hi", "a:x", "a:y"], [1, 2, 9])
+    assert (choice.decision, choice.reason) == ("unresolved", "unrecorded_turn")
+
+
+def test_a_request_with_as_many_turns_as_the_parents_does_not_pass_for_it() -> None:
+    history = LineageHistory()
+    record(history, "c1", [item("u:hi"), item("a:shown")], [1], [2], [item("a:x")])
+    ask(history, ["u:hi", "a:other"], [9])
+    assert ask(history, ["u:hi", "a:other", "a:x"], [1, 2, 3]).reason == "unrecorded_turn"
+
+
+def test_an_uncaptured_turn_in_front_of_other_ids_is_not_called_a_rewrite() -> None:
+    history = after_one_call([50, 2], ["a:x"], [1, 10])
+    assert ask(history, ["u:hi", "a:lost", "u:more"], [1, 10, 60, 2]).reason == "unrecorded_turn"
+    assert ask(history, ["u:hi", "a:x", "u:more"], [1, 10, 60, 2]).reason == "history_rewritten:c1@2"
 
 
 def test_a11_expanded_image_runs_match_and_the_unexpanded_form_does_not() -> None:
@@ -248,6 +276,7 @@ def test_the_tree_finds_what_a_search_of_every_call_finds(seed: int) -> None:
             assert choice.reason == "ambiguous_parent"
         else:
             assert choice.parent_call_id == min(c for _, c in best)
+            assert choice.suffix_start == max(fitting)[0]
         assert choice.prompt_hash == ChainHash.of(prompt)
         held.append((f"c{at:02d}", prompt + gen, len(prompt)))
 
@@ -259,11 +288,12 @@ def test_finding_a_parent_compares_each_id_of_the_prompt_once(monkeypatch: pytes
     for at in range(300):
         record(history, f"c{at:03d}", [item("u:x")], [*shared[: 100 + at], 5], [6], [])
     compared: list[int] = []
+    followed_by = _Strand.followed_by
 
-    def counting(left: Any, right: Any) -> int:
-        compared.append(min(len(left), len(right)))
-        return common_prefix(left, right)
+    def counting(strand: _Strand, at: int, ids: Any) -> int:
+        compared.append(min(strand.size - at, len(ids)))
+        return followed_by(strand, at, ids)
 
-    monkeypatch.setattr("toprope.tokens.lineage.common_prefix", counting)
+    monkeypatch.setattr(_Strand, "followed_by", counting)
     assert ask(history, ["u:x"], [*shared[:399], 5, 6, 7]).parent_call_id == "c299"
-    assert sum(compared) < 3 * 400
+    assert 400 <= sum(compared) < 3 * 400

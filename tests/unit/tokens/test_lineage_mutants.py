@@ -1,0 +1,177 @@
+"""Unsafe variants of lineage: each takes for a parent, or for known, what is none, and a vector or situation tells.
+
+A mutant is one replacement in the source of one module. A replacement that no longer applies fails, so that the list
+cannot rot.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from tests.unit.tokens import test_asked, test_items, test_lineage
+
+ROOM = "toprope.tokens"
+ORDER = ("asked", "items", "lineage")
+SUITES = (test_lineage, test_items, test_asked)
+
+MUTANTS: dict[str, tuple[str, str, str]] = {
+    "turns_of_unknown_origin_accepted": ("lineage", "if history.accounts_for(node, asked)]", "]"),
+    "what_was_added_is_not_looked_up": (
+        "lineage",
+        "if added is not None and not CountedMarks(node.own_output).missing(added):",
+        "if added is not None:",
+    ),
+    "the_rest_of_the_conversation_is_not_looked_up": (
+        "lineage",
+        "return not parent_seen(node).missing(asked.all())",
+        "return True",
+    ),
+    "a_turn_counts_twice_when_sent_back": (
+        "lineage",
+        "new = parent_seen(parent).missing(said) if parent is not None and said else said",
+        "new = asked.all() if asked is not None else said",
+    ),
+    "a_childs_turns_count_for_its_parent": ("lineage", "        if take:\n            node.seen = None\n", ""),
+    "ambiguous_split_guessed": ("lineage", "if len({node.prompt_len for node in found}) > 1:", "if False:"),
+    "the_newest_of_equals_taken": ("lineage", "parent = min(fitting,", "parent = max(fitting,"),
+    "the_shortest_prefix_taken": (
+        "lineage",
+        "for strand, reach in reversed(self._walk(prompt)):",
+        "for strand, reach in self._walk(prompt):",
+    ),
+    "a_call_that_ends_beyond_the_prompt_taken": ("lineage", "strand.last_end(reach)", "strand.last_end(reach + 1)"),
+    "ids_not_compared": ("lineage", "return common_prefix(self.ids[at : at + size], ids[:size])", "return size"),
+    "only_the_beginning_of_a_strand_compared": ('lineage', '.data.cast("B"), 4 * at)', '.data.cast("B"), 0)'),
+    "half_of_the_ids_compared": ("lineage", "array(ids[:size]).data", "array(ids[:size // 2]).data"),
+    "an_empty_call_is_a_parent": (
+        "lineage",
+        "        if len(generated) == 0:\n            return  # structural: never anybody's parent\n",
+        "",
+    ),
+    "whatever_continues_nothing_is_a_root": (
+        "lineage",
+        "if len(history) > 0 and history.begins_a_conversation(asked.all()):",
+        "if len(history) > 0:",
+    ),
+    "a_first_call_is_a_root_whatever_was_aborted": (
+        "lineage",
+        "if len(history) == 0 and history.first_request_is_accounted_for(asked.all()):",
+        "if len(history) == 0:",
+    ),
+    "an_uncaptured_turn_is_called_a_rewrite": (
+        "lineage",
+        "return all(content_of(mark) in self._contents for mark in asked)",
+        "return True",
+    ),
+    "a_foreign_claim_is_believed": (
+        "lineage",
+        "after = parent if chain is not None or self._is_begun_by(prompt, parent) else None",
+        "after = parent",
+    ),
+    "the_suffix_begins_at_the_parents_prompt": ("lineage", "start=parent.cum_len", "start=parent.prompt_len"),
+    "the_hash_leaves_out_ids_between_blocks": (
+        "lineage",
+        "tail = prompt[done : parent.cum_len]",
+        "tail = prompt[:0]",
+    ),
+    "deferred_calls_decided_as_they_come": (
+        "lineage",
+        "sorted(held, key=lambda each: (each.created_at, each.model_call_id))",
+        "held",
+    ),
+    "as_many_marks_are_the_same_marks": ("asked", "if at is earlier:", "if at.count == earlier.count:"),
+    "only_the_last_addition_is_new": (
+        "asked",
+        "                return _joined(parts)\n",
+        "                return _joined(parts[:1])\n",
+    ),
+    "items_not_counted": (
+        "items",
+        "if used[content] < self._by_content[content]:\n                used",
+        "if self._by_content[content]:\n                used",
+    ),
+    "a_thought_vouches_for_a_reply": ("items", "if content.startswith(_THOUGHT) == thought and used", "if used"),
+    "items_of_unknown_kinds_are_nobodys": (
+        "items",
+        'return not kind.endswith(("_output", "_approval_response"))',
+        'return kind in ("reasoning", "function_call")',
+    ),
+    "arguments_not_compared": (
+        "items",
+        'return _digest([item.get("name"), _argument_value(item.get("arguments"))])',
+        'return _digest([item.get("name")])',
+    ),
+    "parts_that_are_no_text_not_compared": ("items", "([text] if text else []) + others", "[text] if text else []"),
+}  # fmt: skip
+
+
+def mutated(module: str, old: str, new: str) -> dict[str, ModuleType]:
+    """Copies of the modules, by short name, in which `old` reads `new` in one of them."""
+    names = [f"{ROOM}.{name}" for name in ORDER]
+    kept = {name: importlib.import_module(name) for name in names}
+    copies: dict[str, ModuleType] = {}
+    try:
+        for short, name in zip(ORDER, names, strict=True):
+            source = Path(str(kept[name].__file__)).read_text()
+            if short == module:
+                assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module}"
+                source = source.replace(old, new)
+            copies[short] = sys.modules[name] = ModuleType(name)
+            copies[short].__file__ = kept[name].__file__
+            exec(compile(source, f"<{short} mutated>", "exec"), copies[short].__dict__)
+        return copies
+    finally:
+        sys.modules.update(kept)
+
+
+def checks() -> dict[str, Callable[[], object]]:
+    """Every test of the suites, once for each of its parameters; those that need fixtures of pytest are left out."""
+    found: dict[str, Callable[[], object]] = {}
+    for suite in SUITES:
+        for name, function in vars(suite).items():
+            if not name.startswith("test_"):
+                continue
+            marks = [mark for mark in getattr(function, "pytestmark", ()) if mark.name == "parametrize"]
+            wanted = list(inspect.signature(function).parameters)
+            if not marks and not wanted:
+                found[name] = function
+            elif len(marks) == 1:
+                names, values = marks[0].args[:2]
+                one = isinstance(names, str)
+                assert wanted == ([names] if one else list(names)), name
+                found |= {f"{name}[{at}]": partial(function, *([v] if one else v)) for at, v in enumerate(values)}
+    return found
+
+
+def killer(copies: dict[str, ModuleType], patch: pytest.MonkeyPatch) -> str | None:
+    """The name of the first check that the copies fail, if any."""
+    room = {f"{ROOM}.{short}": copies[short] for short in ORDER}
+    for suite in SUITES:
+        for name, value in list(vars(suite).items()):
+            copy = room.get(getattr(value, "__module__", ""))
+            if copy is not None and name in vars(copy):
+                patch.setattr(suite, name, vars(copy)[name])
+    for name, check in checks().items():
+        try:
+            check()
+        except Exception as error:  # a crash is caught as well as a wrong answer
+            return f"{name}: {type(error).__name__}: {error}"
+    return None
+
+
+def test_lineage_itself_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert len(checks()) > len(test_lineage.GOLDEN) + 80
+    assert killer(mutated("lineage", "Whose continuation is this call?", "Whose is it?"), monkeypatch) is None
+
+
+@pytest.mark.promise("CP-8")
+@pytest.mark.parametrize("name", list(MUTANTS))
+def test_mutant_is_killed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert killer(mutated(*MUTANTS[name]), monkeypatch) is not None, "an unsafe lineage passes every check"
