@@ -33,3 +33,16 @@ def test_the_example_runs_and_its_rewards_are_those_of_its_readme(tmp_path: Path
     rewards = {(row["_ng_task_id"]["task_id"], row["reward"], row["total_rung_up"]) for row in rows}
     assert len(rows) == 4
     assert rewards == {("two-teas", 1.0, 6), ("tea-and-cake", 0.0, 6)}
+
+
+@pytest.mark.promise("EP-15")
+def test_the_environment_of_the_page_keeps_every_promise_as_it_stands() -> None:
+    source = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLE)!r})
+from till import Shop
+from toprope.testing.environment_suite import findings
+found = findings(Shop(), tasks={str(EXAMPLE / "tasks.jsonl")!r})
+assert found == [], found
+"""
+    subprocess.run([sys.executable, "-c", source], check=True, timeout=60)

@@ -16,6 +16,8 @@ from toprope.correlation.context import rollout_context
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import ConfigError, TopropeError
 from toprope.http.client import Client
+from toprope.launch.config import load_configuration
+from toprope.launch.parts import build_parts
 from toprope.servers.model.server import ModelServer
 from toprope.servers.resources.environment import Verdict
 from toprope.testing.environment_suite import check_environment
@@ -227,10 +229,12 @@ def test_in_a_run_the_judges_calls_are_recorded_under_the_rollout_and_train_noth
         assert len(spans) == 1
     audit = toprope(tmp_path, "audit", "out")
     assert audit.returncode == 0, audit.stdout + audit.stderr
-    calls = [json.loads(line) for path in (tmp_path / "out/logs").glob("*calls*") for line in path.open()]
-    assert len(calls) == 6
-    keys = sorted(call.get("rollout") or call.get("key") or call.get("rollout_id") for call in calls)
-    assert keys == sorted(2 * list(set(keys)))
+    calls = [json.loads(line) for line in (tmp_path / "out/logs/model_calls.jsonl").open()]
+    of = {name: [call for call in calls if call["server"] == name] for name in ("policy", "grader")}
+    assert sorted(call["rollout_id"] for call in of["grader"]) == sorted(call["rollout_id"] for call in of["policy"])
+    assert len(of["grader"]) == 3
+    assert {call["captured"] for call in of["grader"]} == {False}
+    assert {call["captured"] for call in of["policy"]} == {True}
 
 
 def test_in_a_run_a_judge_that_fails_leaves_failures_and_no_reward(tmp_path: Path) -> None:
@@ -257,6 +261,5 @@ def test_a_judge_that_cannot_be_is_refused_in_the_configuration(
     tmp_path: Path, change: tuple[str, str], said: str
 ) -> None:
     (tmp_path / "essays.yaml").write_text(CONFIG.replace(*change))
-    done = toprope(tmp_path, "check", "essays.yaml")
-    assert done.returncode == 2
-    assert said in done.stderr
+    with pytest.raises(ConfigError, match=said):
+        build_parts(load_configuration(tmp_path / "essays.yaml", [], {}), Client())

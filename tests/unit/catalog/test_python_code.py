@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import inspect
 import json
+import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,7 +23,6 @@ from toprope.sandbox.desk import SandboxDesk
 from toprope.sandbox.plain import PlainDirectory
 from toprope.sandbox.provider import Sandbox
 from toprope.sandbox.spec import SandboxSpec
-from toprope.testing.environment_suite import check_environment
 
 _SPEC = importlib.util.spec_from_file_location(
     "python_code_reference", Path(__file__).with_name("python_code_reference.py")
@@ -48,6 +48,8 @@ def environment() -> PythonCode:
 
 @pytest.fixture
 async def box(environment: PythonCode, tmp_path: Path) -> AsyncIterator[Sandbox]:
+    if shutil.which("bwrap") is None:
+        pytest.skip("the program bwrap is not installed")
     sandbox = await SandboxDesk(Bubblewrap(tmp_path / "leases")).make(environment.sandbox, lease_s=120)
     yield environment.seed({}, sandbox)
     await sandbox.stop()
@@ -151,6 +153,15 @@ async def test_a_test_that_never_ends_costs_that_test_only(environment: PythonCo
     assert "passed" not in found[1:3]
 
 
+async def test_what_code_left_in_the_sandbox_does_not_harm_the_next_verify(
+    environment: PythonCode, box: Sandbox
+) -> None:
+    trap = "import glob, os\nfor path in glob.glob('/work/*'):\n    os.remove(path); os.mkdir(path)\n"
+    trap += "os.makedirs('/work/driver.py', exist_ok=True)\nopen('/work/json.py', 'w').write('raise SystemExit')\n"
+    assert "passed" in await outcomes(environment, box, trap + RIGHT, TWO)
+    assert await outcomes(environment, box, RIGHT) == ["passed"] * 4
+
+
 async def test_no_test_sees_what_another_left_behind(environment: PythonCode, box: Sandbox) -> None:
     code = "calls = []\ndef double(n):\n    calls.append(n)\n    return 2 * n * len(calls)\n"
     assert await outcomes(environment, box, code) == ["passed"] * 4
@@ -191,6 +202,8 @@ async def test_a_tree_that_holds_answers_is_hidden_also_where_the_sandbox_may_re
     package.mkdir(parents=True)
     (package / "problems.jsonl").write_text("the answers")
     (around / "other").write_text("other")
+    if shutil.which("bwrap") is None:
+        pytest.skip("the program bwrap is not installed")
     provider = Bubblewrap(tmp_path / "leases")
     sandbox = await provider.create(SandboxSpec(read_only=(str(around),), hidden=(str(package), "/nowhere/at/all")))
     try:
@@ -222,14 +235,6 @@ async def test_a_place_that_holds_nothing_back_is_refused_unless_the_code_is_sai
         assert await outcomes(trusting, trusting.seed({}, sandbox), RIGHT) == ["passed"] * 4
     finally:
         await sandbox.stop()
-
-
-@pytest.mark.promise("EP-15")
-async def test_it_conforms(tmp_path: Path) -> None:
-    desk = SandboxDesk(Bubblewrap(tmp_path / "leases"))
-    await desk.open()
-    assert await check_environment(PythonCode, sandboxes=desk, sessions=12) == []
-    await desk.close()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import json
 import math
 import random
 import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -135,9 +136,11 @@ class PythonCode(Environment):
         orders = {"code": code, "function": function, "calls": [test.args for test in tests], **self._each}
         try:
             async with self._room:
-                await sandbox.write_file("driver.py", self._driver)
+                # A new name: code that was tested here before may have left anything under the old one.
+                driver = f"driver-{secrets.token_hex(8)}.py"
+                await sandbox.write_file(driver, self._driver)
                 done = await sandbox.run(
-                    ["python3", "-I", "-S", f"{sandbox.workdir}/driver.py"],
+                    ["python3", "-I", "-S", f"{sandbox.workdir}/{driver}"],
                     stdin=json.dumps(orders).encode(),
                     output_limit=_SAID_BYTES,
                 )
