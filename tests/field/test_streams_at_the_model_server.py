@@ -84,6 +84,43 @@ async def test_a3_an_object_of_the_messages_dialect_goes_upstream_as_the_string_
 
 
 @pytest.mark.promise("MS-5")
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a3_argument_bytes_stay_over_many_turns(model_bench, dialect):
+    """Eight turns; each calls a tool with another odd spelling, and the last prompt upstream holds all of them."""
+    spellings = [f'{{ "n" :{n}.0,"s":"\\u00e9{n}" , "e":1e{n}}}' for n in range(8)]
+
+    def engine(request):
+        turn = sum(message["role"] == "assistant" for message in request.json()["messages"])
+        call = {"id": f"c{turn}", "type": "function", "function": {"name": "add", "arguments": spellings[turn]}}
+        prompt = [1, *(each for n in range(turn) for each in (50 + n, 2, 9))]
+        message = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return completion(message, finish_reason="tool_calls", **tokens(prompt, [50 + turn, 2]))
+
+    upstream = ScriptedUpstream(answer=engine)
+    async with model_bench(upstream) as bench:
+        history = [{"role": "user", "content": "go"}]
+        for turn in range(8):
+            body = {**ASK[dialect][1], "tools": TOOLS[dialect]}
+            body["input" if dialect == "responses" else "messages"] = history
+            reply = (await bench.call(ASK[dialect][0], body)).json()
+            if dialect == "chat":
+                history += [
+                    reply["choices"][0]["message"],
+                    {"role": "tool", "tool_call_id": f"c{turn}", "content": "3"},
+                ]
+            elif dialect == "responses":
+                history += [*reply["output"], {"type": "function_call_output", "call_id": f"c{turn}", "output": "3"}]
+            else:
+                result = {"type": "tool_result", "tool_use_id": f"c{turn}", "content": "3"}
+                history += [{"role": "assistant", "content": reply["content"]}, {"role": "user", "content": [result]}]
+        built = build(await bench.snapshot())
+    sent = [m["tool_calls"] for m in upstream.requests[-1].json()["messages"] if m["role"] == "assistant"]
+    assert [calls[0]["function"]["arguments"] for calls in sent] == spellings[:7]
+    assert isinstance(built, Trainable)
+    assert len(built.traces) == 1
+
+
+@pytest.mark.promise("MS-5")
 async def test_a3_an_object_that_no_record_bears_out_is_said_not_guessed(model_bench):
     upstream = ScriptedUpstream([completion(**tokens([1], [50, 2]))])
     async with model_bench(upstream) as bench:
@@ -125,6 +162,31 @@ async def test_a4_ids_of_chunks_that_say_nothing_count_and_a_count_that_disagree
         assert not snapshot.incomplete
     else:
         assert any(reason.startswith("length_mismatch") for reason in snapshot.reasons)
+
+
+@pytest.mark.promise("MS-7")
+@pytest.mark.parametrize("bad", ["NaN", "-Infinity", "null", "-9999.0", "none at all"])
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a6_a_bad_logprob_in_a_stream_costs_the_row_and_not_the_text(model_bench, dialect, bad):
+    plain = completion({"role": "assistant", "content": "hello"}, **tokens([1, 10], [50, 51, 2]))
+    pieces = list(stream(streamed(plain.body)).pieces)
+    pieces = [piece.replace(b"-0.2", bad.encode()) for piece in pieces]
+    if bad == "none at all":
+        chunks = streamed(plain.body)
+        for each in chunks:
+            for choice in each["choices"]:
+                choice["logprobs"] = None
+        pieces = list(stream(chunks).pieces)
+    upstream = ScriptedUpstream([UpstreamStream(pieces, headers={"content-type": "text/event-stream"})])
+    async with model_bench(upstream) as bench:
+        call = await wire_of(bench).ask(dialect, stream=True, prefix=CAPTURED)
+        body = await call.end()
+        snapshot = await bench.snapshot()
+    assert ENDS[dialect] in body
+    assert b"hell" in body
+    assert snapshot.entries == ()
+    wanted = "no_token_ids" if bad == "none at all" else "bad_logprob"
+    assert any(reason.startswith(wanted) for reason in snapshot.reasons), snapshot.reasons
 
 
 @pytest.mark.parametrize("shape", ["one delta", "one index"])
