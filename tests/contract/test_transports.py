@@ -11,6 +11,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
+import zstandard
 
 from toprope.correlation.context import current_rollout_id, rollout_context
 from toprope.errors.kinds import Delivery, Kind
@@ -252,8 +253,9 @@ async def test_compressed_bodies_are_read_in_both_directions(reach: Reach) -> No
         return Reply(200, gzip.compress(await request.body() * 2), {"content-encoding": "gzip"})
 
     peer = await reach([Route("POST", "/x", handler)])
-    reply = await peer.request("POST", "/x", body=gzip.compress(b"abc"), headers={"content-encoding": "gzip"})
-    assert reply.body == b"abcabc"
+    for encoding, packed in (("gzip", gzip.compress(b"abc")), ("zstd", zstandard.compress(b"abc"))):
+        reply = await peer.request("POST", "/x", body=packed, headers={"content-encoding": encoding})
+        assert reply.body == b"abcabc"
 
 
 @pytest.mark.promise("EP-16")
@@ -697,6 +699,27 @@ async def test_each_piece_is_read_before_the_next_one_is_sent(reach: Reach) -> N
         pipe.feed(None)
         assert [piece async for piece in reply] == []
     assert (pipe.closes, pipe.cancelled) == (1, False)
+
+
+@pytest.mark.promise("MS-9")
+async def test_128_streams_are_128_open_at_once(reach: Reach) -> None:
+    everyone = asyncio.Barrier(128)
+
+    async def handler(request: Request) -> Reply:
+        async def pieces() -> AsyncIterator[bytes]:
+            yield b"first"
+            await everyone.wait()  # opens when all 128 sent their first piece, never with fewer
+            yield b"last"
+
+        return streaming_reply(pieces())
+
+    peer = await reach([Route("POST", "/x", handler)])
+
+    async def read() -> bytes:
+        async with peer.stream("POST", "/x") as reply:
+            return b"".join([piece async for piece in reply])
+
+    assert await asyncio.wait_for(asyncio.gather(*(read() for _ in range(128))), 30) == [b"firstlast"] * 128
 
 
 async def test_the_stamp_and_the_caller_apply_to_streams_as_to_calls(reach: Reach) -> None:

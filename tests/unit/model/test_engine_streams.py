@@ -219,6 +219,7 @@ FAULTS = {
     "garbage": [stream([HI, event("{not json")]), "no chat completion"],
     "a chunk that is a list": [stream([HI, event([1])]), "no chat completion"],
     "a clean end in the middle": [stream([HI], done=False), "without a finish reason"],
+    "given up": [stream([HI, chunk({}, finish_reason="abort")]), "gave up on this generation"],
     "silence": [stream([HI], end="hang"), "no byte for 0.2 s"],
 }
 
@@ -247,6 +248,16 @@ async def test_one_that_dies_before_its_first_delta_is_the_clients_turn(client, 
         with pytest.raises(EngineUnavailable, match=says) as caught:
             await engine_at(client, url, idle_timeout_s=0.2).generate(ask([].append))
     assert not isinstance(caught.value, StreamDied)
+    assert url in caught.value.message
+    assert len(upstream.requests) == 1
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+async def test_a_generation_that_the_engine_gave_up_is_no_turn(client, reason):
+    upstream = ScriptedUpstream(answer=lambda request: completion(finish_reason=reason))
+    async with serving(upstream) as url:
+        with pytest.raises(EngineUnavailable, match="gave up") as caught:
+            await engine_at(client, url).generate(ask())
     assert url in caught.value.message
     assert len(upstream.requests) == 1
 

@@ -36,6 +36,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _PATH = "/chat/completions"
+_GIVEN_UP = frozenset({"abort", "error"})
+"""Finish reasons of engines for a generation that was stopped from outside, by new weights for one."""
 _SETTLE_S = 0.05
 """Seconds that the end of a finished stream's body is waited for, so that its connection can be used again."""
 
@@ -118,7 +120,7 @@ class ChatEndpoint:
             if reply.status >= 400:
                 return provider_error(reply)
             try:
-                return read_chat_reply(reply.body, keep_logprobs=keep_logprobs)
+                return _finished(read_chat_reply(reply.body, keep_logprobs=keep_logprobs), reply.url)
             except BadChatReply as error:
                 raise no_completion(reply.url, error) from error
 
@@ -210,11 +212,11 @@ class _Reading:
         try:
             if kind.partition(";")[0].strip().lower() == "application/json":
                 whole = await reply.whole()
-                return read_chat_reply(whole.body, keep_logprobs=self._keep_logprobs)
+                return _finished(read_chat_reply(whole.body, keep_logprobs=self._keep_logprobs), reply.url)
             reader = ChatStreamReader(call_id)
             if not await self._read_events(reply, reader) and reader.finish_reason is None:
                 raise EngineUnavailable(f"{reply.url}: the stream ended without a finish reason and without [DONE]")
-            return read_chat_object(reader.result(), keep_logprobs=self._keep_logprobs)
+            return _finished(read_chat_object(reader.result(), keep_logprobs=self._keep_logprobs), reply.url)
         except (BadChatReply, SseTooLarge) as error:
             raise no_completion(reply.url, error) from error
         except PeerError as error:  # over the limit, or an encoding that cannot be read
@@ -245,6 +247,13 @@ class _Reading:
 def no_completion(url: str, why: Exception) -> EngineUnavailable:
     """The error for a 200 that cannot be used."""
     return EngineUnavailable(f"{url} answered 200 with what is no chat completion: {why}")
+
+
+def _finished(completion: ChatReply, url: str) -> ChatReply:
+    """The completion, unless the engine says that it gave up on it: what is there then is no turn of the model's."""
+    if completion.finish_reason in _GIVEN_UP:
+        raise EngineUnavailable(f"{url} gave up on this generation (finish reason {completion.finish_reason!r})")
+    return completion
 
 
 def _parsed(data: bytes) -> Any:
