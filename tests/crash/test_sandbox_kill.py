@@ -201,19 +201,23 @@ def test_the_run_is_killed(stage: Stage) -> None:
     assert len(stage.ledger("seeded")) == EPISODES
 
 
+def one_process(stage: Stage, **episode: Any) -> None:
+    servers = {
+        "policy": {"role": "model", "engine": {"kind": "scripted"}},
+        "room": {"role": "resources", "use": "ledgered:Ledgered", "sandbox": "box"},
+        "solver": agent(stage.marker),
+        "episode": {"role": "environment", "resources": "room", "agent": "solver", **episode},
+    }
+    run = {"environment": "episode", "tasks": {"generate": "room", "size": EPISODES}, "max_attempts": 1}
+    stage.start("run", "run", servers, run=run)
+
+
 @pytest.mark.parametrize("box", [BOX, PLAIN], ids=["bubblewrap", "directory"])
 def test_a_run_that_is_killed_with_all_its_servers_leaves_no_process_and_the_next_sweep_takes_the_rest(
     stage: Stage, box: dict[str, Any]
 ) -> None:
     stage.box = box
-    servers = {
-        "policy": {"role": "model", "engine": {"kind": "scripted"}},
-        "room": {"role": "resources", "use": "ledgered:Ledgered", "sandbox": "box"},
-        "solver": agent(stage.marker),
-        "episode": {"role": "environment", "resources": "room", "agent": "solver"},
-    }
-    run = {"environment": "episode", "tasks": {"generate": "room", "size": EPISODES}}
-    stage.start("run", "run", servers, run=run)
+    one_process(stage)
     stage.until_running()
     stage.kill("run")
     stage.until(lambda: not stage.inside(), "programs of a killed run live on")
@@ -228,3 +232,25 @@ def test_a_run_that_is_killed_with_all_its_servers_leaves_no_process_and_the_nex
     assert sorted(told["reaped"]) == stage.ledger("seeded")
     assert told["living"] == []
     assert stage.gone()
+
+
+@pytest.mark.promise("CO-8")
+def test_ctrl_c_ends_programs_and_releases_everything(stage: Stage) -> None:
+    one_process(stage)
+    stage.until_running()
+    stage.processes["run"].send_signal(signal.SIGINT)
+    assert stage.processes["run"].wait(90) == 130
+    assert stage.gone()
+    assert stage.ledger("released") == stage.ledger("seeded")
+    assert len(stage.ledger("seeded")) == EPISODES
+
+
+@pytest.mark.promise("EP-10")
+def test_a_deadline_ends_programs_and_their_daemons(stage: Stage) -> None:
+    stage.box = PLAIN
+    one_process(stage, agent_timeout_s=5)
+    assert stage.processes["run"].wait(90) == 1
+    assert stage.gone()
+    assert stage.ledger("released") == stage.ledger("seeded")
+    failures = [json.loads(line) for line in (stage.place / "out-run/failures.jsonl").read_text().splitlines()]
+    assert {(failure["failure_kind"], failure["stage"]) for failure in failures} == {("agent_timeout", "agent")}

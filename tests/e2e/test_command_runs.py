@@ -1,4 +1,4 @@
-"""A program with the public `openai` client, run as an agent by `toprope run`: tokens come out, and they are proven."""
+"""A program with a public client, run as an agent by `toprope run`: tokens come out, and they are proven."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 pytestmark = [pytest.mark.promise("EP-14"), pytest.mark.promise("MS-8")]
 
 needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="the program bwrap is not installed")
-AGENT = """
+CHAT = """
 import os, sys
 from openai import OpenAI
 
@@ -33,6 +33,19 @@ if os.fork() == 0:
     import time
     time.sleep(1000)
 """
+MESSAGES = """
+import os, sys
+import anthropic
+
+client = anthropic.Anthropic()
+messages = [{"role": "user", "content": sys.stdin.read()}]
+for question in ("Are you sure?", None):
+    with client.messages.stream(model=os.environ["ANTHROPIC_MODEL"], max_tokens=100, messages=messages) as stream:
+        said = stream.get_final_message()
+    messages += [{"role": "assistant", "content": said.content}, {"role": "user", "content": question}]
+print(said.content[0].text)
+"""
+"""A daemon is left by the first; the second streams, in another dialect."""
 ENVIRONMENT = """
 from toprope.protocol.episode import Task
 from toprope.protocol.ids import TaskId
@@ -71,7 +84,7 @@ def packages(*names: str) -> set[Path]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The `openai` client and what it needs, and nothing else of ours, for a sandbox to read."""
+    """The public clients and what they need, and nothing else of ours, for a sandbox to read."""
 
     def link(source: str, target: str) -> None:
         try:
@@ -81,7 +94,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     place = tmp_path_factory.mktemp("site")
     place.chmod(0o755)  # inside, an ordinary user reads it
-    for path in packages("openai"):
+    for path in packages("openai", "anthropic"):
         if path.is_dir():
             shutil.copytree(path, place / path.name, copy_function=link, ignore=shutil.ignore_patterns("__pycache__"))
         else:
@@ -100,9 +113,19 @@ def toprope(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("kind", ["directory", pytest.param("bubblewrap", marks=needs_bwrap)])
-def test_a_program_that_knows_nothing_of_us_gives_rollouts_to_train_on(kind: str, site: Path, tmp_path: Path) -> None:
-    (tmp_path / "agent.py").write_text(AGENT)
+@pytest.mark.parametrize(
+    ("kind", "program"),
+    [
+        ("directory", CHAT),
+        pytest.param("bubblewrap", CHAT, marks=needs_bwrap),
+        pytest.param("bubblewrap", MESSAGES, marks=needs_bwrap),
+    ],
+    ids=["openai-directory", "openai-bubblewrap", "anthropic-bubblewrap"],
+)
+def test_a_program_that_knows_nothing_of_us_gives_rollouts_to_train_on(
+    kind: str, program: str, site: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "agent.py").write_text(program)
     (tmp_path / "exact.py").write_text(ENVIRONMENT)
     box: dict[str, Any] = {"kind": kind, "env": {"PYTHONPATH": str(site)}, "leases": str(tmp_path / "leases")}
     if kind == "bubblewrap":
