@@ -171,9 +171,9 @@ class AgentServer:
         state = session.value
         assert state is not None
         partial = state.current.partial if state.current is not None and not state.ended else None
+        await state.tools.close()  # first: it never fails, and a sandbox may
         if state.sandbox is not None:
             await state.sandbox.end()
-        await state.tools.close()
         return AgentCloseSessionResponse(
             session.session_id,
             state.observations.snapshot(),
