@@ -34,6 +34,7 @@ class Fault:
     times: int
     activation: str | None = None
     met: int = 0
+    was_met: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(slots=True)
@@ -53,6 +54,7 @@ class Faults:
         if fault.met >= fault.times:
             return None
         fault.met += 1
+        fault.was_met.set()
         return fault.fault
 
 

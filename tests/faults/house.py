@@ -29,9 +29,18 @@ from toprope.tools.spec import tool
 from .front import Detour, Faults, dead_port, fronting
 
 SIGNING_KEY = b"k" * 32
-PATIENT = {"episode_timeout_s": 120.0, "verify_timeout_s": 30.0, "cleanup_timeout_s": 30.0}
-HURRIED = {"episode_timeout_s": 6.0, "agent_timeout_s": 2.0, "verify_timeout_s": 2.0, "cleanup_timeout_s": 2.0}
-"""For the rollouts that meet a hang: nothing else of theirs is slow, and what hangs is waited out in seconds."""
+PATIENT = {"episode_timeout_s": 240.0, "verify_timeout_s": 60.0, "cleanup_timeout_s": 60.0}
+_SHORT_EPISODE = {"episode_timeout_s": 8.0, "verify_timeout_s": 1.0, "cleanup_timeout_s": 12.0}
+HURRIED = {
+    "seed": _SHORT_EPISODE,
+    "agent_seed": _SHORT_EPISODE,
+    "activation": {**PATIENT, "agent_timeout_s": 8.0},
+    "tool": {**PATIENT, "agent_timeout_s": 8.0},
+    "agent_close": {**PATIENT, "cleanup_timeout_s": 12.0},
+    "verify": {**PATIENT, "verify_timeout_s": 6.0},
+    "resources_close": {**PATIENT, "cleanup_timeout_s": 12.0},
+}
+"""For rollouts that meet a hang: only the time of the call that hangs is short; all hangs are waited out at once."""
 
 
 class Counted(Environment):
@@ -109,12 +118,12 @@ def solve(call: ScriptCall) -> ScriptedReply | str:
 
 @dataclass
 class House:
-    """Everything, up. `environments` by (protocol, hurried)."""
+    """Everything, up. `environments` by (protocol, the call that is hurried or None)."""
 
     faults: Faults
     resources: ResourcesServer
     agent: AgentServer
-    environments: dict[tuple[str, bool], Peer]
+    environments: dict[tuple[str, str | None], Peer]
     did: Counter[tuple[str, str]] = field(default_factory=Counter)
 
     def left(self, key: str) -> list[str]:
@@ -122,7 +131,7 @@ class House:
         servers = (("agent", self.agent), ("resources", self.resources))
         return [role for role, server in servers if key in server.sessions.keys()]  # noqa: SIM118
 
-    async def run(self, protocol: str, key: str, *, hurried: bool) -> dict[str, Any]:
+    async def run(self, protocol: str, key: str, *, hurried: str | None) -> dict[str, Any]:
         """One episode of attempt 0; the reply to `/run`."""
         data: dict[str, Any] = {"goal": 1}
         params: dict[str, Any] = {"input": "go", "tools": [LOOK]}
@@ -172,22 +181,22 @@ async def a_house() -> AsyncIterator[House]:
         resources_url, agent_url = await up(resources.app), await up(agent.app)
         flat_url = await stack.enter_async_context(serving(FlatCounted(did)))
         flat_url = await stack.enter_async_context(fronting(flat_url, faults))
-        environments: dict[tuple[str, bool], Peer] = {}
+        environments: dict[tuple[str, str | None], Peer] = {}
         protocols: dict[str, EpisodeProtocol] = {
             "single_agent_turn": SingleAgentTurn(),
             "interactive": Interactive(),
             "flat": SingleAgentTurn(),
         }
         for name, protocol in protocols.items():
-            for hurried in (False, True):
+            for hurried in (None, *HURRIED):
                 server = EnvironmentServer(
-                    name=f"{name}-{'hurried' if hurried else 'patient'}".replace("_", "-"),
+                    name=f"{name}-{hurried or 'patient'}".replace("_", "-"),
                     protocol=protocol,
                     resources=client.peer(flat_url if name == "flat" else resources_url, "resources"),
                     agent=client.peer(agent_url, "agent"),
                     resources_protocol="flat" if name == "flat" else "typed",
                     tools=["direct_http"],
-                    **(HURRIED if hurried else PATIENT),  # type: ignore[arg-type]
+                    **(HURRIED[hurried] if hurried else PATIENT),  # type: ignore[arg-type]
                 )
                 bound = await serve(server.app)
                 stack.push_async_callback(bound.close)
