@@ -195,7 +195,7 @@ async def test_an_aborted_rollout_is_refused_as_stale_and_its_work_stays(dialect
 async def test_another_worker_learns_of_an_abort_from_the_journal(tmp_path):
     one, two = SqliteStore(tmp_path / "c.db"), SqliteStore(tmp_path / "c.db")
     first = {"engine": Typist(script=["ok"]), "recorder": Recorder(one, reader=one), "admin_key": "secret"}
-    second = {"engine": Typist(script=["ok"]), "recorder": Recorder(two, reader=two)}
+    second = {"engine": Typist(script=["ok"]), "recorder": Recorder(two, reader=two), "admin_key": "secret"}
     async with on_the_wire(**first) as left, on_the_wire(**second) as right:
         assert (await turns(right, "chat", 1)).status == 200
         await (await left.call("/admin/abort", {"rollouts": ["4-2"]}, **KEY)).end()

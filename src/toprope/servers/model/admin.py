@@ -46,7 +46,10 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class StaleRollouts:
-    """The rollouts that a trainer gave up. Their next model call is refused, and so is every later one."""
+    """The rollouts that a trainer gave up. Their next model call is refused, and so is every later one.
+
+    `recorder` is where aborts are written down and those of other workers found; None where nobody may abort.
+    """
 
     def __init__(self, recorder: Recorder | None) -> None:
         self._recorder = recorder

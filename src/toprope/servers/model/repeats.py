@@ -110,6 +110,8 @@ class Repeats:
         assert call.rollout_id is not None
         try:
             calls = await self._recorder.journal(call.rollout_id)
+            if sum(each.intent.request_digest == call.tag for each in calls) < 2:
+                return None, None  # the first of its kind; the record need not be read
             entries = {each.model_call_id: each for each in await self._recorder.recorded(call.rollout_id)}
         except Exception:  # what cannot be read cannot be repeated; the call itself can still be made
             log.exception("%s: the journal could not be read; a repeated request is sampled anew", call.rollout_id)

@@ -89,7 +89,7 @@ class ModelServer:
         self._reader = CallReader(recorder, self.weights, return_token_ids=return_token_ids)
         self._repeats = Repeats(recorder, drain_s=limits.drain_s)
         self._budgets = Budgets(budget or RolloutLimits())
-        self._stale = StaleRollouts(recorder)
+        self._stale = StaleRollouts(recorder if admin_key is not None else None)
         self._clock = clock
         self._keep_alive_s = keep_alive_s
         self._turns = Turns(
