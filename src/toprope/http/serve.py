@@ -26,6 +26,10 @@ KEEP_ALIVE_S = 75
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _BACKLOG = 2048
+_uvicorn_log = logging.getLogger("toprope.http.uvicorn")
+_uvicorn_log.setLevel(logging.WARNING)
+# A stream that the kit cut has its reason in the log already (`ServerApp`); this line would only look like a fault.
+_uvicorn_log.addFilter(lambda record: "returned without completing response" not in record.getMessage())
 _FLUSH_S = 5.0
 
 
@@ -96,9 +100,13 @@ async def serve(app: ServerApp, *, host: str = "127.0.0.1", port: int = 0) -> Bo
         )
         config.load()
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(
-            lambda: HttpToolsProtocol(config, state, {}, loop), sock=sock, backlog=_BACKLOG
-        )
+
+        def connection() -> HttpToolsProtocol:
+            protocol = HttpToolsProtocol(config, state, {}, loop)
+            protocol.logger = _uvicorn_log
+            return protocol
+
+        server = await loop.create_server(connection, sock=sock, backlog=_BACKLOG)
     except BaseException:
         sock.close()
         raise
