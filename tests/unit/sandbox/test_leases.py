@@ -181,6 +181,8 @@ async def test_a_damaged_lease_does_not_keep_the_others_from_being_reaped(tmp_pa
     with pytest.raises(Exception, match="truncated"):
         await provider.reap()
     assert not (tmp_path / good.sandbox_id).exists()
+    await damaged.stop()
+    assert left_in(tmp_path) == []
 
 
 def test_an_owner_is_one_process_of_one_boot() -> None:
