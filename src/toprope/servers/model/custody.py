@@ -22,6 +22,7 @@ from toprope.servers.model.call import ModelCall
 from toprope.servers.model.engines.base import EngineReply, LogprobsMode
 from toprope.servers.model.replies import reply_details
 from toprope.servers.model.retries import NOT_SENT
+from toprope.tokens.behaviour import differing
 from toprope.tokens.entry import WeightSpan
 
 if TYPE_CHECKING:
@@ -110,18 +111,12 @@ class Custody:
 
     def _warn_of_raw(self, sampling: Mapping[str, Any]) -> None:
         """Say once that the recorded logprobs are not those of the policy that sampled."""
-        if self._logprobs_mode != "raw" or self._warned:
-            return
-        shaped = {n: sampling[n] for n in ("temperature", "top_p") if sampling.get(n, 1) != 1}
-        if sampling.get("top_k", -1) not in (-1, 0):
-            shaped["top_k"] = sampling["top_k"]
-        if shaped:
+        if not self._warned and (shaped := differing(sampling, self._logprobs_mode)):
             self._warned = True
-            said = ", ".join(f"{name} {value}" for name, value in shaped.items())
             log.warning(
                 "%s: sampled with %s, but the engine's logprobs are raw: they differ from the behaviour policy's",
                 self._server,
-                said,
+                ", ".join(shaped),
             )
 
     @staticmethod
