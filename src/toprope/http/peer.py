@@ -38,7 +38,10 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
 class Peer:
-    """Calls to one base URL. Made by `Client.peer`; cheap, and safe to share between tasks."""
+    """Calls to one base URL. Made by `Client.peer`; cheap, and safe to share between tasks.
+
+    `keyed`: its calls carry an API key.
+    """
 
     def __init__(
         self,
