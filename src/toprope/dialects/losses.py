@@ -145,6 +145,7 @@ RULES: tuple[Rule, ...] = (
     Rule("pivot -> messages reply", "fields of a message item we do not know", "dropped", why="blocks are strict"),
     Rule("pivot -> messages reply", "items of kinds we do not know", "dropped", why="in the call's record"),
     Rule("pivot -> messages reply", "unknown token counts", "folded", "0", "clients demand integers"),
+    Rule("pivot -> messages reply", "system_fingerprint, service_tier", "dropped", why="a message has none"),
     Rule("pivot -> messages reply", "Chat logprobs", "dropped", why="blocks have none"),
 )
 

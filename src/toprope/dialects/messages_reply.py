@@ -31,7 +31,6 @@ _SIGNED = b"toprope:"
 def messages_reply(reply: PivotReply) -> dict[str, Any]:
     """A complete message. `reply.tokens` stand beside its content for a caller that asked."""
     return {
-        **reply.extra,
         **message_begun(reply_id=reply.reply_id, model=reply.model),
         "content": blocks_from_items(reply.output),
         "stop_reason": stop_reason(reply),

@@ -56,7 +56,7 @@ class ChatStream:
         choice: dict[str, Any] = {"delta": {**rest, **(reply.tokens or {})}, "finish_reason": reply.finish_reason}
         out.append(self._write({**reply.extra, "choices": [self._choice(**choice, logprobs=reply.logprobs)]}))
         if self._include_usage:
-            out.append(self._write({"choices": [], "usage": chat_usage(reply.usage)}))
+            out.append(self._write({**reply.extra, "choices": [], "usage": chat_usage(reply.usage)}))
         out.append(b"data: [DONE]\n\n")
         return b"".join(out)
 

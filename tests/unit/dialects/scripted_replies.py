@@ -36,7 +36,9 @@ def told(seed: int, *, objects_only: bool) -> Told:
     called = any(item["type"] == "function_call" for item in output)
     finish = rng.choice(("tool_calls" if called else "stop", "length", "stop", "content_filter"))
     usage = Usage(rng.randrange(1, 9999), rng.randrange(1, 99), rng.choice((None, 0, 1)), rng.choice((None, 3)))
-    return Told(PivotReply(output, finish, "m", usage, reply_id, 1_700_000_000), tuple(_deltas(rng, output)))
+    extra = rng.choice(({}, {"system_fingerprint": "fp"}))
+    reply = PivotReply(output, finish, "m", usage, reply_id, 1_700_000_000, extra=extra)
+    return Told(reply, tuple(_deltas(rng, output)))
 
 
 def _output(rng: random.Random, objects_only: bool) -> list[Item]:
