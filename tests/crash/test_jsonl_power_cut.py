@@ -171,6 +171,7 @@ def test_a_layer_without_syncs_is_seen_to_lose_what_was_acknowledged(broken: typ
 
 def test_histories_with_many_power_cuts_lose_nothing_that_was_acknowledged() -> None:
     """Cuts and kills at random steps, each followed by the next process on what was left."""
+    cuts = 0
     for seed in range(60):
         choose = Random(seed)
         files, acknowledged, count = LossyFiles(), list[str](), 0
@@ -184,7 +185,7 @@ def test_histories_with_many_power_cuts_lose_nothing_that_was_acknowledged() -> 
                     made.put(sample_entry("k", f"c{count:02}"))
                     acknowledged.append(f"c{count:02}")
             except PowerCut:
-                pass
+                cuts += 1
             files = choose.choice([cut.killed(), cut.after_power_cut(), cut.after_power_cut(choose)])
         snapshot = custody(files).freeze("k", "s")
         found = [e.model_call_id for e in snapshot.entries]
@@ -192,6 +193,8 @@ def test_histories_with_many_power_cuts_lose_nothing_that_was_acknowledged() -> 
         assert found == sorted(found)
         assert all(e == sample_entry("k", e.model_call_id) for e in snapshot.entries)
         assert [r for r in snapshot.reasons if not r.startswith("dangling_intent:c")] == [], seed
+        assert acknowledged, seed
+    assert cuts > 120  # two in each history, and more
 
 
 async def test_a_power_cut_reaches_who_waits_for_a_verb() -> None:

@@ -61,16 +61,19 @@ def packed(entries: list[TokenEntry], terminal: TerminalWitnesses, deliver: Any)
 @pytest.mark.promise("CP-8")
 @pytest.mark.parametrize("deliver", ["single", "all_chains"])
 def test_garbage_is_answered_the_same_in_any_order(deliver: str) -> None:
+    trained = 0
     for seed in range(1500):
         dice = random.Random(seed)
         entries = [anything(dice) for _ in range(dice.randint(1, 7))]
         claims = {method: dice.choice(NAMES) for method in ("explicit", "content") if dice.random() < 0.3}
         terminal = TerminalWitnesses.naming(**claims)
         expected = packed(entries, terminal, deliver)
+        trained += b'"trace_id"' in expected
         for _ in range(2):
             again = entries + dice.choices(entries, k=dice.randrange(3))
             dice.shuffle(again)
             assert packed(again, terminal, deliver) == expected, f"seed {seed}"
+    assert trained > 10  # garbage that happens to be sound
 
 
 def test_a_rollout_of_thousands_of_calls_is_no_depth() -> None:
