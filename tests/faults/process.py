@@ -31,8 +31,8 @@ from toprope.testing.scripted import ScriptedCall, ScriptedEngine, ScriptedReply
 from toprope.tools.spec import tool
 
 TTL_S = 0.4
-EPISODE_S = 3.0
-CLEANUP_S = 1.0
+EPISODE_S = 8.0
+CLEANUP_S = 4.0
 SIGNING_KEY = b"k" * 32
 
 

@@ -14,6 +14,7 @@ import pytest
 
 from toprope.catalog.tool_loop import ToolLoop
 from toprope.collector.collect import Collector
+from toprope.collector.events import Event, Finished
 from toprope.collector.settings import RunSettings
 from toprope.correlation.context import current_rollout_id
 from toprope.errors.tree import ConfigError, TransportError
@@ -153,7 +154,7 @@ async def test_a13_a_peer_that_reads_and_never_answers_is_a_timeout_and_no_lost_
 
 MODULE = '''
 import asyncio
-import threading
+from pathlib import Path
 
 from toprope import Environment, tool
 
@@ -177,7 +178,8 @@ class Bench(Environment):
 
     async def release(self, state):
         if state["fate"] == "slow close":
-            await asyncio.Event().wait()
+            while not (Path(__file__).parent / "rows are written").exists():
+                await asyncio.sleep(0.01)
         if state["fate"] == "broken close":
             raise RuntimeError("the box would not close")
 
@@ -215,15 +217,23 @@ async def test_a17_a_verified_reward_survives_the_agents_deadline_and_a_close_th
                 "resources": "bench",
                 "agent": "solver",
                 "tools": ["direct_http"],
-                "agent_timeout_s": 1.0,
-                "cleanup_timeout_s": 2.0,
+                "agent_timeout_s": 4.0,
+                "cleanup_timeout_s": 6.0,
             },
         },
         "run": {"environment": "episode", "tasks": "tasks.jsonl", "out": str(tmp_path / "out"), "stop_s": 0.1},
         "token_id_capture": {"enabled": True, "settle_s": 0.1},
     }
     importable(tmp_path)
-    summary = await RunJob(read_configuration(values, file="a17.yaml", directory=tmp_path)).collect()
+    ended: list[Event] = []
+
+    def seen(event: Event) -> None:
+        ended.extend([event] if isinstance(event, Finished) else [])
+        if len(ended) == len(fates):
+            (tmp_path / "rows are written").touch()
+
+    job = RunJob(read_configuration(values, file="a17.yaml", directory=tmp_path))
+    summary = await job.collect(observers=[seen])
     assert summary.coverage.failed == 0, summary.message
     rows = {row["fate"]: row for row in map(json.loads, (tmp_path / "out/results.jsonl").read_bytes().splitlines())}
     assert {fate: row["reward"] for fate, row in rows.items()} == dict.fromkeys(fates, 1.0)

@@ -303,7 +303,7 @@ async def test_a_later_turn_whose_reply_is_lost_fails_retryably_and_keeps_what_w
 async def test_a_deadline_in_a_later_turn_is_graded_with_the_whole_conversation_where_the_state_is_gradable(
     make_house: Any, gradable: bool
 ) -> None:
-    house: House = await make_house(protocol=Interactive(), agent_timeout_s=0.2, gradable_on_timeout=gradable)
+    house: House = await make_house(protocol=Interactive(), agent_timeout_s=1.5, gradable_on_timeout=gradable)
     house.task = TASK
     house.agent.acts["/v1/responses"] = on_turn(2, hang)
     usual = house.agent.usual("/v1/agent_sessions/close")
