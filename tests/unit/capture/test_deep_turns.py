@@ -24,7 +24,6 @@ def _said(dialect: str, reply: dict[str, Any]) -> list[dict[str, Any]]:
     return [reply["choices"][0]["message"]] if dialect == "chat" else list(reply["output"])
 
 
-@pytest.mark.promise("CP-7")
 @pytest.mark.parametrize("dialect", sorted(PATHS))
 async def test_every_turn_finds_its_parent_and_items_are_digested_once(
     dialect: str, monkeypatch: pytest.MonkeyPatch

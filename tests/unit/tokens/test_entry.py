@@ -31,7 +31,6 @@ def test_a_good_record_reads_and_nulls_are_fields_left_out() -> None:
     assert TokenEntry.from_dump(entry.model_dump()) == entry
 
 
-@pytest.mark.promise("CP-8")
 @pytest.mark.parametrize(
     ("field", "value", "reason", "said"),
     [
