@@ -27,6 +27,8 @@ from toprope.tools.spec import TOOL_ERROR_TYPE
 NOTHING_SAID: Mapping[str, Any] = {"id": "resp_0", "object": "response", "status": "completed", "output": []}
 """The response of an agent that did nothing."""
 
+WATCHED = ("seed", "verify", "release")
+
 
 class Nonconforming(AssertionError):
     """The environment breaks a promise; the message says how, and what would keep it."""
@@ -60,39 +62,51 @@ class Subject:
 
 @dataclass(slots=True)
 class Watch:
-    """What was seen of the author's code: the states that `seed` gave, and those that `release` was given."""
+    """What was seen of the author's code: the states that `seed` gave, and those that `release` was given.
+
+    `entered` has an event for each of seed, verify and release, set when it is called; while `hold` has one of them it
+    waits there. The next `fail_releases` releases fail.
+    """
 
     seeded: list[Any] = field(default_factory=list)
     released: list[Any] = field(default_factory=list)
     fail_releases: int = 0
-    entered: asyncio.Event = field(default_factory=asyncio.Event)
-    hold: asyncio.Event | None = None
+    entered: dict[str, asyncio.Event] = field(default_factory=lambda: {name: asyncio.Event() for name in WATCHED})
+    hold: dict[str, asyncio.Event] = field(default_factory=dict)
 
     @contextmanager
     def over(self, environment: Environment) -> Iterator[None]:
-        """Inside, calls of `seed` and `release` of this instance are seen."""
-        seed, release = environment.seed, environment.release
+        """Inside, calls of `seed`, `verify` and `release` of this instance are seen."""
+        seed, verify, release = environment.seed, environment.verify, environment.release
+
+        async def enter(name: str) -> None:
+            self.entered[name].set()
+            if name in self.hold:
+                await self.hold[name].wait()
 
         async def watched_seed(task: dict[str, Any], **own: Any) -> Any:
-            self.entered.set()
-            if self.hold is not None:
-                await self.hold.wait()
+            await enter("seed")
             state = await run(seed, task, **own)
             self.seeded.append(state)
             return state
 
+        async def watched_verify(state: Any, task: dict[str, Any], response: dict[str, Any]) -> Any:
+            await enter("verify")
+            return await run(verify, state, task, response)
+
         async def watched_release(state: Any) -> None:
+            await enter("release")
             if self.fail_releases:
                 self.fail_releases -= 1
                 raise ConnectionError("a release that fails, by the conformance suite")
             self.released.append(state)
             await run(release, state)
 
-        vars(environment).update(seed=watched_seed, release=watched_release)
+        vars(environment).update(seed=watched_seed, verify=watched_verify, release=watched_release)
         try:
             yield
         finally:
-            for name in ("seed", "release"):
+            for name in WATCHED:
                 vars(environment).pop(name, None)
 
 

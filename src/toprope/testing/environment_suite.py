@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -174,34 +174,33 @@ async def equal_seeds_allocate_once(subject: Subject) -> None:
 
 
 async def a_lost_reply_leaves_nothing_open(subject: Subject) -> None:
+    """The caller of a seed, of a verify, of a close is gone before the answer; then each is sent again."""
     async with served(subject) as house:
         caller = house.caller()
-        await _dropped(house, caller)
+        await _dropped(house, "seed" if subject.environment.stateful else None, caller.seed())
         must((await caller.seed()).status == 200, "a seed that is sent again after its reply was lost fails")
         if subject.environment.stateful:
             must(len(house.watch.seeded) == 1, f"a seed that was sent again ran {len(house.watch.seeded)} times")
-        lost = asyncio.ensure_future(caller.verify())
-        await asyncio.sleep(0)
-        lost.cancel()
-        await asyncio.wait({lost})
+        await _dropped(house, "verify", caller.verify())
         reply = await caller.verify()
         must(reply.status == 200, f"verify after a verify whose caller left answered {reply.status}: {said(reply)}")
-        await _closed(caller)
+        await _dropped(house, "release" if subject.releases else None, caller.close())
         again = await caller.close()
-        must(again.json().get("outcome") == "already_closed", "a close that is sent again is not already_closed")
+        must(again.status == 200, f"a close that is sent again answered {again.status}: {said(again)}")
+        must((await caller.close()).json().get("outcome") == "already_closed", "the third close is not already_closed")
         house.nothing_is_open()
 
 
 async def a_close_during_its_seed_releases_what_the_seed_took(subject: Subject) -> None:
     async with served(subject) as house:
         caller = house.caller()
-        house.watch.hold = asyncio.Event()
+        gate = house.watch.hold["seed"] = asyncio.Event()
         seeding = asyncio.ensure_future(caller.seed())
         if subject.environment.stateful:
-            await house.watch.entered.wait()
+            await house.watch.entered["seed"].wait()
         closing = asyncio.ensure_future(caller.close())
         await asyncio.sleep(0)
-        house.watch.hold.set()
+        gate.set()
         await asyncio.wait({seeding, closing})
         must(closing.result().status == 200, f"the close answered {closing.result().status}")
         house.nothing_is_open()
@@ -342,17 +341,22 @@ CHECKS: Mapping[str, Check] = {
 """The checks by name, in the order in which they run; before them the tasks are read."""
 
 
-async def _dropped(house: House, caller: Caller) -> None:
-    """Send a seed, and be gone before it is answered."""
-    house.watch.hold = asyncio.Event()
-    seeding = asyncio.ensure_future(caller.seed())
-    if house.subject.environment.stateful:
-        await house.watch.entered.wait()
-    else:
+async def _dropped(house: House, inside: str | None, call: Coroutine[Any, Any, Any]) -> None:
+    """Make a call, and be gone before it is answered: while the author's `inside` runs, or as soon as it is sent."""
+    sent = asyncio.ensure_future(call)
+    if inside is None:
         await asyncio.sleep(0)
-    seeding.cancel()
-    await asyncio.wait({seeding})
-    house.watch.hold.set()
+    else:
+        gate = house.watch.hold[inside] = asyncio.Event()
+        await asyncio.wait(
+            {sent, entered := asyncio.ensure_future(house.watch.entered[inside].wait())}, return_when="FIRST_COMPLETED"
+        )
+        entered.cancel()
+    sent.cancel()
+    await asyncio.wait({sent})
+    if inside is not None:
+        gate.set()
+        del house.watch.hold[inside]
 
 
 async def _closed(caller: Caller) -> None:
