@@ -71,7 +71,7 @@ def test_the_example_of_the_documentation_reads_as_written(tmp_path: Path) -> No
         ("servers.episode.tools=[direct]", ["servers.episode.tools.0", "'direct'", "did you mean 'direct_http'"]),
         ("servers.episode.agent=null", ["servers.episode.agent", "required"]),
         ("servers.sums.place=process", ["servers.sums.place", "not supported yet", "inline"]),
-        ("servers.solver.mcp_stdio=[\"a 'b\"]", ["servers.solver.mcp_stdio", "quotation", "a program"]),
+        ('servers.solver.mcp_stdio=["a \'b"]', ["servers.solver.mcp_stdio", "quotation", "a program"]),
         ("servers.solver.mcp_stdio=['']", ["servers.solver.mcp_stdio", "empty", "a program"]),
         ("servers.solver.mcp_stdio=[{comand: x}]", ["servers.solver.mcp_stdio.0"]),
         ("servers.episode.mcp_servers={clock: {}}", ["servers.episode.mcp_servers.clock", "`url` or a `command`"]),
