@@ -111,7 +111,8 @@ def _finding(world: World, parts: Parts, name: str) -> Finding:
         facts += [type(parts.environments[name]).__name__, f"tools: {tools}" if tools else "no tools"]
     elif isinstance(config, AgentConfig):
         captured = world.configuration.captured(name)
-        facts += [f"model: {config.model}", "tokens are captured" if captured else "not captured"]
+        facts += [f"model: {config.model}"] if config.model else []
+        facts.append("tokens are captured" if captured else "not captured")
     elif isinstance(config, EnvironmentConfig):
         grants = ", ".join(config.tools)
         facts += [f"{config.agent} in {config.resources}", f"grants: {grants}" if grants else "no grants"]
