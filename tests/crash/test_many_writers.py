@@ -18,7 +18,7 @@ from toprope.tokens.snapshot import TokenCaptureSnapshot
 
 
 @pytest.mark.promise("CP-3")
-@pytest.mark.parametrize("tries", campaign(150, 1000))
+@pytest.mark.parametrize("tries", campaign(1000, 10_000))
 @pytest.mark.parametrize("store", sorted(STORES))
 async def test_what_put_acknowledged_is_seen_by_freeze_and_lineage_elsewhere(
     memory_dir: Path, store: str, tries: int
@@ -37,7 +37,7 @@ async def test_what_put_acknowledged_is_seen_by_freeze_and_lineage_elsewhere(
 
 
 @pytest.mark.promise("CP-5")
-@pytest.mark.parametrize("races", campaign(800, 10_000))
+@pytest.mark.parametrize("races", campaign(2000, 10_000))
 @pytest.mark.parametrize("store", sorted(STORES))
 async def test_a_put_that_races_freeze_in_another_process_is_inside_or_makes_the_pair_stale(
     memory_dir: Path, store: str, races: int

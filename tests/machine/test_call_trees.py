@@ -14,7 +14,7 @@ from toprope.trajectory.build import Masked, Trainable, build
 
 
 @pytest.mark.promise("CP-9")
-@pytest.mark.parametrize("trees", campaign(2000, 50_000))
+@pytest.mark.parametrize("trees", campaign(5000, 50_000))
 @pytest.mark.parametrize("deliver", ["single", "all_chains"])
 def test_no_unsampled_token_is_trained_and_no_lost_one_is_context(deliver: str, trees: int) -> None:
     outcomes: Counter[str] = Counter()
