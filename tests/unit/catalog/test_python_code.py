@@ -43,7 +43,7 @@ def answer(code: str) -> dict[str, Any]:
 
 @pytest.fixture
 def environment() -> PythonCode:
-    return PythonCode(cpu_s=1, wall_s=1.5, total_wall_s=20)
+    return PythonCode(cpu_s=1, wall_s=60, total_wall_s=200)  # a busy machine must not fail what is right
 
 
 @pytest.fixture
@@ -139,8 +139,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-async def test_hostile_code_earns_nothing(environment: PythonCode, box: Sandbox, what: str) -> None:
-    found = await outcomes(environment, box, HOSTILE[what], TWO)
+async def test_hostile_code_earns_nothing(box: Sandbox, what: str) -> None:
+    hasty = PythonCode(cpu_s=1, wall_s=1.5, total_wall_s=20)
+    found = await outcomes(hasty, box, HOSTILE[what], TWO)
     assert found.count("passed") == 0, found
 
 

@@ -166,3 +166,19 @@ def test_in_a_run_the_customer_reveals_the_facts_and_the_desk_is_scored(tmp_path
     assert said == ["Which code, and which name?"] * 2 + ["It is cancelled."] * 2  # one turn for each line
     assert rows["cancel"]["mask_sample"] is False
     assert rows["cancel"]["termination"] == "user_done"
+
+
+def test_in_a_run_a_model_can_play_the_customer(tmp_path: Path) -> None:
+    (tmp_path / "policy.py").write_text(POLICY)
+    person = '  person: {role: model, engine: {kind: scripted, script: ["Hello.", "No, I forgot.", "###STOP###"]}}\n'
+    text = CONFIG.replace("servers:\n", f"servers:\n{person}")
+    text = text.replace('environment:UserSim"', 'environment:UserSim", config: {user: model}')
+    text = text.replace("use: interactive,", "use: interactive, config: {user_model: person},")
+    (tmp_path / "talk.yaml").write_text(text)
+    command = [sys.executable, "-m", "toprope", "run", "talk.yaml", "--out", "out"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "out/results.jsonl").read_text().splitlines()]
+    assert [(row["reward"], row["termination"], row["mask_sample"]) for row in rows] == [(0.0, "user_done", False)] * 2
+    calls = [json.loads(line) for line in (tmp_path / "out/logs/model_calls.jsonl").open()]
+    assert {(call["server"], call["captured"]) for call in calls} == {("person", False), ("policy", True)}
