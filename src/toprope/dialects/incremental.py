@@ -155,7 +155,7 @@ class RequestMemory(Generic[Carried]):
     """
 
     def __init__(
-        self, carry: Callable[[Carried | None, Sequence[Item]], Carried], *, max_bytes: int = 32 << 20
+        self, carry: Callable[[Carried | None, Sequence[Item]], Carried], *, max_bytes: int = 16 << 20
     ) -> None:
         self._carry = carry
         self._max_bytes = max_bytes
