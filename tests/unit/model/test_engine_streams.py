@@ -17,7 +17,7 @@ from toprope.errors.tree import EngineError, EngineUnavailable, ModelAuth, Model
 from toprope.http.client import Client
 from toprope.servers.model.engines.base import EngineRequest, StreamDied
 from toprope.servers.model.engines.openai import OpenAIEngine
-from toprope.testing.upstream import ScriptedUpstream, completion, error, serving
+from toprope.testing.upstream import ScriptedUpstream, UpstreamReply, completion, error, serving
 from toprope.testing.upstream_stream import (
     UpstreamStream,
     chunk,
@@ -260,6 +260,33 @@ async def test_a_generation_that_the_engine_gave_up_is_no_turn(client, reason):
             await engine_at(client, url).generate(ask())
     assert url in caught.value.message
     assert len(upstream.requests) == 1
+
+
+@pytest.mark.parametrize("emit", [None, [].append])
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        (UpstreamReply(b"", 307, {"location": "http://192.0.2.1/v1"}), "another origin"),
+        (UpstreamReply(b"x" * 5000, 500), "4000 bytes"),
+        (UpstreamReply(b"x" * 5000), "4000 bytes"),
+    ],
+)
+async def test_a_redirect_elsewhere_and_a_reply_over_the_limit_are_the_engines_fault(client, emit, reply, says):
+    upstream = ScriptedUpstream(answer=lambda request: reply)
+    async with serving(upstream) as url:
+        with pytest.raises(EngineUnavailable, match=says) as caught:
+            await engine_at(client, url, max_reply_bytes=4000).generate(ask(emit))
+    assert url in caught.value.message
+    assert not caught.value.retryable
+    assert len(upstream.requests) == 1
+
+
+async def test_a_page_in_place_of_the_models_is_named_at_the_start(client):
+    upstream = ScriptedUpstream()
+    upstream.models = UpstreamReply(b"<html>")
+    async with serving(upstream) as url:
+        with pytest.raises(EngineUnavailable, match="no JSON"):
+            await engine_at(client, url).start()
 
 
 async def test_what_a_provider_refuses_before_the_first_delta_is_repeated_within_one_counter(client):

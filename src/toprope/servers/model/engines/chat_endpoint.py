@@ -90,11 +90,16 @@ class ChatEndpoint:
             reply = await self.peer.request("GET", "/models", timeout_s=10.0)
         except TransportError as error:
             raise EngineUnavailable(f"the engine at {self.base_url} cannot be reached: {error.message}") from error
+        except PeerError as error:
+            raise self._unusable(error) from error
         if reply.status in (404, 405, 501):  # not every endpoint lists its models; one that answers is alive
             return None
         if reply.status >= 400:
             raise provider_error(reply)
-        body = reply.json()
+        try:
+            body = reply.json()
+        except PeerError as error:
+            raise self._unusable(error) from error
         data = body.get("data") if isinstance(body, dict) else None
         return [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
 
@@ -117,6 +122,8 @@ class ChatEndpoint:
                 )
             except TransportError as error:
                 raise self._unanswered(error) from error
+            except PeerError as error:
+                raise self._unusable(error) from error
             if reply.status >= 400:
                 return provider_error(reply)
             try:
@@ -164,6 +171,8 @@ class ChatEndpoint:
                         delivery=Delivery.DELIVERED,
                     ) from error
                 raise self._unanswered(error) from error
+            except PeerError as error:  # of the head: a redirect, an error's endless words
+                raise self._unusable(error) from error
             except EngineError as error:
                 if reading.begun:
                     raise StreamDied(error.message, kind=error.kind, upstream_status=error.upstream_status) from error
@@ -178,6 +187,10 @@ class ChatEndpoint:
         return EngineUnavailable(
             f"the engine at {self.base_url} did not answer: {error.message}", delivery=error.delivery
         )
+
+    def _unusable(self, error: PeerError) -> EngineUnavailable:
+        # A redirect elsewhere, a reply over the limit, a page in place of JSON: the same again would give the same.
+        return EngineUnavailable(f"the engine at {self.base_url} cannot be used: {error.message}", retryable=False)
 
     async def _within_bounds(self, attempt: Callable[[], Awaitable[T | EngineError]]) -> T:
         deadline = time.monotonic() + self._bounds.retry_budget_s
