@@ -27,7 +27,7 @@ KEY = re.compile(r"/ng-rollout/([^/]+)(?:/training-token-capture)?(/.*)")
 
 @dataclass(slots=True)
 class Fault:
-    """`fault` for the calls of `path` (and, for an activation, of that number), `times` times."""
+    """`fault` for the calls of `path`, `times` times; `activation`: only for that number, "" only for none."""
 
     fault: str
     path: str
@@ -49,7 +49,7 @@ class Faults:
         fault = self.planned.get(match[1]) if match else None
         if match is None or fault is None or fault.path != match[2] or (fault.fault == "refused") is not refused:
             return None
-        if fault.activation is not None and headers.get("x-toprope-activation") != fault.activation:
+        if fault.activation is not None and headers.get("x-toprope-activation", "") != fault.activation:
             return None
         if fault.met >= fault.times:
             return None
@@ -77,7 +77,8 @@ class _Refusing:
 
     async def send(self, exchange: Exchange) -> Reply:
         headers = {name.decode(): value.decode() for name, value in exchange.headers}
-        if self.owner.faults.meet(exchange.target, headers, refused=True) is not None:
+        on_a_socket = exchange.origin.scheme == "http"
+        if on_a_socket and self.owner.faults.meet(exchange.target, headers, refused=True) is not None:
             exchange = dataclasses.replace(exchange, origin=self.owner.dead)
         return await self.transport.send(exchange)
 

@@ -34,6 +34,7 @@ _SHORT_EPISODE = {"episode_timeout_s": 8.0, "verify_timeout_s": 1.0, "cleanup_ti
 HURRIED = {
     "seed": _SHORT_EPISODE,
     "agent_seed": _SHORT_EPISODE,
+    "user": PATIENT,
     "activation": {**PATIENT, "agent_timeout_s": 8.0},
     "tool": {**PATIENT, "agent_timeout_s": 8.0},
     "agent_close": {**PATIENT, "cleanup_timeout_s": 12.0},
@@ -116,6 +117,11 @@ def solve(call: ScriptCall) -> ScriptedReply | str:
     return f"I see: {call.last_text}"
 
 
+def play(call: ScriptCall) -> str:
+    """The user's part, whose `hello` the task has said already."""
+    return "go" if call.turn == 1 else "###STOP###"
+
+
 @dataclass
 class House:
     """Everything, up. `environments` by (protocol, the call that is hurried or None)."""
@@ -131,13 +137,13 @@ class House:
         servers = (("agent", self.agent), ("resources", self.resources))
         return [role for role, server in servers if key in server.sessions.keys()]  # noqa: SIM118
 
-    async def run(self, protocol: str, key: str, *, hurried: str | None) -> dict[str, Any]:
-        """One episode of attempt 0; the reply to `/run`."""
+    async def run(self, protocol: str, key: str, *, hurried: str | None, played: bool) -> dict[str, Any]:
+        """One episode of attempt 0; the reply to `/run`. `played`: by a model, where there is a user."""
         data: dict[str, Any] = {"goal": 1}
         params: dict[str, Any] = {"input": "go", "tools": [LOOK]}
         if protocol == "interactive":
             params["input"] = "hello"
-            data["user"] = {"script": ["go"]}
+            data["user"] = {"instructions": "Say go."} if played else {"script": ["go"]}
         task = {
             "task_id": {"taskset": "t", "task_id": "1"},
             "task_input": {"responses_create_params": params, "task_data": data},
@@ -181,20 +187,20 @@ async def a_house() -> AsyncIterator[House]:
         resources_url, agent_url = await up(resources.app), await up(agent.app)
         flat_url = await stack.enter_async_context(serving(FlatCounted(did)))
         flat_url = await stack.enter_async_context(fronting(flat_url, faults))
+        person = client.peer(await up(ModelServer(name="person", engine=ScriptedEngine(script=play)).app), "model")
         environments: dict[tuple[str, str | None], Peer] = {}
-        protocols: dict[str, EpisodeProtocol] = {
-            "single_agent_turn": SingleAgentTurn(),
-            "interactive": Interactive(),
-            "flat": SingleAgentTurn(),
-        }
-        for name, protocol in protocols.items():
+        for name in ("single_agent_turn", "interactive", "flat"):
             for hurried in (None, *HURRIED):
+                protocol: EpisodeProtocol = SingleAgentTurn()
+                if name == "interactive":
+                    protocol = Interactive(user_model="person", user_timeout_s=6.0 if hurried == "user" else 60.0)
                 server = EnvironmentServer(
                     name=f"{name}-{hurried or 'patient'}".replace("_", "-"),
                     protocol=protocol,
                     resources=client.peer(flat_url if name == "flat" else resources_url, "resources"),
                     agent=client.peer(agent_url, "agent"),
                     resources_protocol="flat" if name == "flat" else "typed",
+                    models={"person": person},
                     tools=["direct_http"],
                     **(HURRIED[hurried] if hurried else PATIENT),  # type: ignore[arg-type]
                 )

@@ -88,6 +88,18 @@ resources_close   wrong_id        result                                        
 resources_close   garbage         result                                         result
 """  # noqa: E501
 
+USER = """
+# The model that plays the user, in `interactive`: whatever it fails with, another attempt may find it well.
+user              refused         result                                         agent model_unavailable again not_sent
+user              500             agent model_unavailable again delivered        agent model_unavailable again delivered
+user              429             agent model_unavailable again delivered        agent model_unavailable again delivered
+user              dropped_before  agent model_unavailable again possibly_delivered agent model_unavailable again possibly_delivered
+user              dropped_after   agent model_unavailable again possibly_delivered agent model_unavailable again possibly_delivered
+user              cut             agent model_unavailable again delivered        agent model_unavailable again delivered
+user              hang            agent model_unavailable again possibly_delivered agent model_unavailable again possibly_delivered
+user              garbage         agent model_unavailable again delivered        agent model_unavailable again delivered
+"""  # noqa: E501
+
 FLAT_SEED = """
 # An older environment deduplicates nothing: its seed is sent again only with evidence that nothing was delivered.
 seed              refused         result                                         seed transport_unreachable again not_sent
@@ -100,10 +112,11 @@ seed              hang            seed episode_timeout again possibly_delivered 
 seed              garbage         seed bad_reply never delivered                 seed bad_reply never delivered
 """  # noqa: E501
 
-ORDER = ["seed", "agent_seed", "activation", "tool", "agent_close", "verify", "resources_close"]
+ORDER = ["seed", "agent_seed", "user", "activation", "tool", "agent_close", "verify", "resources_close"]
 PATHS = {
     "seed": "/seed_session",
     "agent_seed": "/v1/agent_sessions",
+    "user": "/v1/responses",
     "activation": "/v1/responses",
     "tool": "/look",
     "agent_close": "/v1/agent_sessions/close",
@@ -166,7 +179,8 @@ def cells() -> Iterator[Cell]:
     typed = list(read(TABLE))
     older = [*read(FLAT_SEED), *(row for row in typed if row[0] in ("activation", "tool", "verify"))]
     older += [row for row in typed if row[0] == "resources_close" and row[1] != "wrong_id"]
-    for protocol, rows in (("single_agent_turn", typed), ("interactive", typed), ("flat", older)):
+    talked = [*typed, *read(USER)]
+    for protocol, rows in (("single_agent_turn", typed), ("interactive", talked), ("flat", older)):
         for call, fault, once, always in rows:
             yield Cell(protocol, call, fault, False, once)
             yield Cell(protocol, call, fault, True, always)
@@ -189,11 +203,13 @@ async def run_all() -> dict[str, Seen]:
 
 
 async def one(house: House, cell: Cell, bound: asyncio.Semaphore) -> tuple[str, Seen]:
-    activation = "2" if cell.call == "activation" and cell.protocol == "interactive" else None
+    activation = {"user": "", "activation": "2"}.get(cell.call) if cell.protocol == "interactive" else None
     fault = Fault(cell.fault, PATHS[cell.call], 1000 if cell.always else 1, activation)
     house.faults.planned[cell.key] = fault
     async with bound:
-        run = asyncio.create_task(house.run(cell.protocol, cell.key, hurried=cell.call if cell.hangs else None))
+        run = asyncio.create_task(
+            house.run(cell.protocol, cell.key, hurried=cell.call if cell.hangs else None, played=cell.call == "user")
+        )
         waits = [run, asyncio.create_task(fault.was_met.wait())] if cell.hangs else [run]
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
     outcome = await run
@@ -243,9 +259,7 @@ def test_each_cell_ends_as_the_failure_table_says(cell: Cell, seen: dict[str, Se
 
 def keeps_partial(cell: Cell) -> bool:
     """Whether the agent had said something that is known: all of it, a first turn, or what its close brought back."""
-    if cell.call in ("agent_close", "verify"):
-        return True
-    if cell.call == "tool":
+    if cell.call in ("user", "tool", "agent_close", "verify"):
         return True
     return cell.call == "activation" and cell.protocol == "interactive"
 
@@ -261,10 +275,8 @@ def expected_deeds(cell: Cell) -> dict[str, int]:
     did = {DOES[call]: 1 for call in happened if call in DOES}
     if cell.call == "tool":
         did["activated"] = 1
-    if cell.protocol == "interactive" and ORDER.index(cell.call) >= ORDER.index("activation"):
-        did["activated"] = did.get("activated", 0) + 1
-    elif cell.protocol == "interactive" and not cell.fails:
-        did["activated"] = 2
+    if cell.protocol == "interactive" and (not cell.fails or came >= ORDER.index("user")):
+        did["activated"] = did.get("activated", 0) + 1  # the first turn
     if cell.protocol != "flat" and did.get("allocated") and "resources" not in expected_left(cell):
         did["released"] = 1
     return did

@@ -97,7 +97,8 @@ class ModelUser:
         except DeadlinePassed as late:
             if late.kind != Kind.MODEL_UNAVAILABLE:
                 raise
-            raise self._failed(f"it did not answer within {self.timeout_s:g} s or the agent's time") from late
+            why = f"it did not answer within {self.timeout_s:g} s or the agent's time"
+            raise self._failed(why, Delivery.POSSIBLY_DELIVERED) from late
         except TopropeError as error:
             raise self._failed(error.message, error.delivery, error.upstream_status) from error
         text = text_of(response["output"])
