@@ -12,6 +12,7 @@ Responses object. Left to others: isolation (`sandbox`), sessions (`servers.agen
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -130,7 +131,8 @@ class CommandAgent(Agent):
 
     async def _run(self, sandbox: BorrowedSandbox, gate: Gate, values: Mapping[str, str]) -> Completed:
         for path, host in self._copy.items():
-            await sandbox.write_file(path, host.read_bytes(), executable=os.access(host, os.X_OK))
+            data = await asyncio.to_thread(host.read_bytes)
+            await sandbox.write_file(path, data, executable=os.access(host, os.X_OK))
         for path, text in self._files.items():
             await sandbox.write_file(path, fill(text, values).encode("utf-8", "surrogatepass"))
         used = set().union(*(holes(text) for text in [*self._argv, *self._env.values(), *self._files.values()]))

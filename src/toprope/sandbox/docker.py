@@ -236,6 +236,7 @@ class BorrowedDocker:
 
     def gate(self, model_url: str, *, keys: GateKeys | None = None) -> Gate:
         """See `BorrowedSandbox.gate`."""
+        self._runs.require()
         url = allowed_url(self.sandbox_id, self._spec, model_url)
         return Gate(url, self._home.inside / f"{os.urandom(4).hex()}.sock", keys=keys)
 
@@ -265,10 +266,10 @@ class BorrowedDocker:
         """See `BorrowedSandbox.run`."""
         check_run(argv, env)
         wall_s = self._spec.limits.wall_s if timeout_s is None else min(self._spec.limits.wall_s, timeout_s)
+        self._runs.require()
         async with contextlib.AsyncExitStack() as stack:
             if gate is None and (url := model_url or self._spec.model_url) is not None:
                 gate = await stack.enter_async_context(self.gate(url))
-            self._runs.require()
             return await self._runs.track(self._run(argv, dict(env or {}), stdin, wall_s, output_limit, gate))
         raise AssertionError("unreachable")
 

@@ -24,12 +24,14 @@ _SOFT_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How a run is started: the command, its whole environment, its directory, the handles it inherits."""
+    """How a run is started: the command, its whole environment, its directory, the handles it inherits. `mark` stands
+    in the environment of all that the run starts, where nothing else keeps track of it."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
     cwd: str = "/"
     handles: Sequence[int] = ()
+    mark: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +81,19 @@ async def execute(
     check: Callable[[int], str | None],
     kill: Callable[[int, bool], None],
     started: Callable[[int], None] = lambda pid: None,
+    left_behind: Callable[[], None] = lambda: None,
 ) -> Ended:
     """Run to the end. On return, also by cancellation, the process has ended and was waited for.
 
-    `check(pid)` is asked every `WATCH_S` and names the limit that is passed; `kill(pid, hard)` ends the run; it
-    may be called again, `hard` when the first time did not help. `started(pid)` is called once, before anything else.
+    `check(pid)` is asked every `WATCH_S` and names the limit that is passed; `kill(pid, hard)` ends the run; it may be
+    called again, `hard` when the first time did not help. `started(pid)` is called once, before anything else.
+    `left_behind()` ends what holds the output open although the process itself has ended: asyncio does not see that
+    end before.
     """
     began = time.monotonic()
-    process = await _spawn(start, kill, piped=stdin is not None)
+    process = await _spawn(start, kill, left_behind, piped=stdin is not None)
     reason: str | None = None
+    ended_at: float | None = None
     killed_at = 0.0
 
     def end(why: str) -> None:
@@ -111,7 +117,11 @@ async def execute(
         waiting = asyncio.create_task(process.wait())
         while not waiting.done():
             left = began + bounds.wall_s - time.monotonic()
-            if reason is not None:
+            if process.returncode is not None:
+                ended_at = ended_at or time.monotonic()
+                if time.monotonic() - ended_at > _SOFT_S:
+                    left_behind()
+            elif reason is not None:
                 end(reason)
             elif left <= 0:
                 end(Aspect.WALL_TIME)
@@ -121,13 +131,15 @@ async def execute(
         await asyncio.wait(tasks, timeout=_LINGER_S)
     finally:
         # Also when cancelled: a child that is not waited for stays as a zombie.
-        await asyncio.shield(_finish(process, kill, [*tasks, *([feeding] if feeding else [])]))
+        await asyncio.shield(_finish(process, kill, left_behind, [*tasks, *([feeding] if feeding else [])]))
     stdout, stderr = (task.result() if not task.cancelled() else Kept(b"", 0) for task in tasks)
     status = process.returncode if process.returncode is not None else -signal.SIGKILL
     return Ended(status if status >= 0 else 128 - status, stdout, stderr, reason, time.monotonic() - began)
 
 
-async def _spawn(start: Start, kill: Callable[[int, bool], None], *, piped: bool) -> asyncio.subprocess.Process:
+async def _spawn(
+    start: Start, kill: Callable[[int, bool], None], left_behind: Callable[[], None], *, piped: bool
+) -> asyncio.subprocess.Process:
     spawning = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
             *start.argv,
@@ -150,17 +162,23 @@ async def _spawn(start: Start, kill: Callable[[int, bool], None], *, piped: bool
             process = spawning.result()
             streams = (each for each in (process.stdout, process.stderr) if each is not None)
             # Read on: asyncio sees the end of a process only when it has seen the end of its output.
-            await _finish(process, kill, [asyncio.ensure_future(_drain(each)) for each in streams])
+            await _finish(process, kill, left_behind, [asyncio.ensure_future(_drain(each)) for each in streams])
         raise
 
 
 async def _finish(
-    process: asyncio.subprocess.Process, kill: Callable[[int, bool], None], tasks: Sequence[asyncio.Future[Any]]
+    process: asyncio.subprocess.Process,
+    kill: Callable[[int, bool], None],
+    left_behind: Callable[[], None],
+    tasks: Sequence[asyncio.Future[Any]],
 ) -> None:
     waiting = asyncio.ensure_future(process.wait())
     hard = False
     while not waiting.done():
-        kill(process.pid, hard)
+        if process.returncode is None:
+            kill(process.pid, hard)
+        else:
+            left_behind()
         await asyncio.wait({waiting}, timeout=_SOFT_S)
         hard = True
     for task in tasks:

@@ -21,7 +21,7 @@ from toprope.sandbox import cgroups, workdir
 from toprope.sandbox.execute import Bounds, Ended, Start, execute
 from toprope.sandbox.gate import INSIDE_PORT, Gate, GateKeys, allowed_url
 from toprope.sandbox.leases import LeaseHome
-from toprope.sandbox.processes import memory_of, usage_below
+from toprope.sandbox.processes import kill_marked, memory_of, usage_below
 from toprope.sandbox.provider import KEEP_BYTES, MAX_FILE_BYTES
 from toprope.sandbox.runs import Runs
 from toprope.sandbox.spec import Aspect, Completed, Limits, SandboxLost, SandboxUnavailable, check_run
@@ -79,6 +79,7 @@ class ProcessHandle:
 
     def gate(self, model_url: str, *, keys: GateKeys | None = None) -> Gate:
         """See `BorrowedSandbox.gate`."""
+        self._runs.require()
         path = self._home.inside / f"{os.urandom(4).hex()}.sock" if self.gate_inside is not None else None
         return Gate(allowed_url(self.sandbox_id, self._spec, model_url), path, keys=keys)
 
@@ -95,10 +96,10 @@ class ProcessHandle:
     ) -> Completed:
         """See `BorrowedSandbox.run`."""
         check_run(argv, env)
+        self._runs.require()
         async with contextlib.AsyncExitStack() as stack:
             if gate is None and (url := model_url or self._spec.model_url) is not None:
                 gate = await stack.enter_async_context(self.gate(url))
-            self._runs.require()
             limits = self._spec.limits
             if timeout_s is not None:
                 limits = dataclasses.replace(limits, wall_s=min(limits.wall_s, timeout_s))
@@ -188,6 +189,12 @@ class ProcessHandle:
             if hard and group is not None:
                 group.kill()
 
+        def left_behind() -> None:
+            if group is not None:
+                group.kill()
+            if start.mark is not None:
+                kill_marked(start.mark)
+
         def check(pid: int) -> str | None:
             if (reason := self._home.end_reason()) is not None:
                 return reason
@@ -209,6 +216,7 @@ class ProcessHandle:
             check=check,
             kill=kill,
             started=started,
+            left_behind=left_behind,
         )
 
     def _resource_limits(self, limits: Limits, *, counted: bool) -> dict[str, int]:

@@ -147,7 +147,8 @@ class BorrowedPlain(ProcessHandle):
         own = [sys.executable, "-I", "-S", inside.__file__, str(config), str(status)]
         joins = group.joins if group is not None else ()
         argv = ["/bin/sh", "-c", JOIN, "sandbox", *map(str, joins), "--", *own]
-        return Start(argv, {"PATH": os.defpath}, "/", (config, status))
+        mark = f"{_MARK}={orders['env'][_MARK]}"
+        return Start(argv, {"PATH": os.defpath}, "/", (config, status), mark)
 
     def _resource_limits(self, limits: Limits, *, counted: bool) -> dict[str, int]:
         held = super()._resource_limits(limits, counted=counted)
