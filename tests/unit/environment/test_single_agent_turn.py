@@ -246,6 +246,14 @@ async def test_root_causes_and_statuses_reach_the_failure(house: House) -> None:
     assert failure["upstream_status"] == 418
 
 
+@pytest.mark.promise("EP-8")
+async def test_a_status_that_stays_says_how_often_it_was_asked(house: House) -> None:
+    house.resources.acts["/seed_session"] = answer(503, b"busy")
+    failure = await house.failure()
+    assert len(house.calls("/seed_session")) == 2
+    assert "answered 503 (2 attempts): busy" in failure["failure_reason"]
+
+
 @pytest.mark.promise("EP-7")
 async def test_a_dead_participant_is_named_and_a_session_that_nothing_reached_is_not_closed(make_house: Any) -> None:
     house = await make_house(agent_url="inline://nobody")

@@ -35,8 +35,9 @@ def accepted(reply: Reply, stage: Stage, what: str) -> Reply:
     if reply.status < 300:
         return reply
     info = reply.error_info()
+    tried = f" ({reply.attempts} attempts)" if reply.attempts > 1 else ""
     raise PeerError(
-        f"{what}: {reply.url} answered {reply.status}: {info.message}",
+        f"{what}: {reply.url} answered {reply.status}{tried}: {info.message}",
         kind=info.kind if is_kind(info.kind) else _UNTYPED_KINDS.get(stage, Kind.BAD_REPLY),
         retryable=info.retryable,
         delivery=Delivery.DELIVERED,
