@@ -1,11 +1,12 @@
 """Agent programs that others wrote, unchanged, on a task of the catalogue: a reward, and every token proven or masked.
 
-Each run prints the version of its program (`pytest -rP` shows them). `make test` installs them all.
+The run says the version of each program at its end. `make test` installs them all.
 """
 
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,15 +19,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.promise("MS-8")]
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_of_others_solves_a_task_and_its_tokens_are_proven(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path, say: Callable[[str], None]
 ) -> None:
     recipe = PROGRAMS[name]
     for path in (Path(recipe.argv[0]), Path(recipe.version[0])):
         require(path)
     told = subprocess.run(recipe.version, capture_output=True, text=True, timeout=120, check=True)
     version = (told.stdout + told.stderr).strip().splitlines()[-1]
-    with capsys.disabled():
-        print(f"\n{name}: {version}", flush=True)
+    say(f"program {name}: {version}")
     outcome = run_program(recipe, tmp_path)
     row, capture = outcome.row, outcome.capture
     assert row["reward"] == 1.0, row

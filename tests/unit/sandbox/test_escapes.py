@@ -1,10 +1,11 @@
-"""What hostile code in a bubblewrap sandbox tries, and which mechanism stopped it (`pytest -s` prints them)."""
+"""What hostile code in a bubblewrap sandbox tries, and which mechanism stopped it; the run says them at its end."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import socket
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,22 @@ from toprope.sandbox.bubblewrap import Bubblewrap
 from toprope.sandbox.spec import MIB, Aspect, Completed, OutsideWorkdir
 
 pytestmark = pytest.mark.promise("EP-14")
+MECHANISMS: list[str] = []
+"""What the running test saw at work."""
+
+
+@pytest.fixture(autouse=True)
+def mechanisms(say: Callable[[str], None]) -> Iterator[None]:
+    """Each test's mechanisms, said at the end of the run."""
+    MECHANISMS.clear()
+    yield
+    for line in MECHANISMS:
+        say(line)
 
 
 def stopped(attempt: str, mechanism: str | None) -> None:
     assert mechanism, f"{attempt}: nothing that would stop it"
-    print(f"\n  {attempt}: stopped by {mechanism}")
+    MECHANISMS.append(f"escape {attempt}: stopped by {mechanism}")
 
 
 async def stopped_by(provider: Bubblewrap, attempt: str, aspect: Aspect) -> None:
