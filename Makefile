@@ -4,7 +4,7 @@ PY := .venv/bin/python
 export OPENBLAS_NUM_THREADS ?= 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup demo test test-long check lint bench docs clean
+.PHONY: help setup programs demo test test-long check lint bench docs clean
 
 help:
 	@echo "make demo   collect real rollouts with a real small model, then look at them"
@@ -28,7 +28,10 @@ lint: setup
 	@$(PY) -m mypy
 	@.venv/bin/lint-imports
 
-test: lint
+programs: setup
+	@scripts/programs.sh
+
+test: lint programs
 	@$(PY) -m pytest -n 2 --dist loadfile -m "not long"
 
 test-long: setup
