@@ -1,8 +1,9 @@
 """The tool loop: call the model, run its function calls over the session's grants, give it the outputs, again.
 
-It ends when the model calls no function, when the model's turn is not complete (cut by its token limit), or after
-`max_steps` model calls; then the status is `incomplete`. The output holds every item in order, the model's own and the
-function outputs between them. A `tool_choice` that forces a call holds until the first function call was made; from
+It ends when the model calls no function, when the model's turn is not complete (cut by its token limit), after
+`max_steps` model calls, or when a later call is refused because the rollout's budget is used up or the history has
+outgrown the model's context; then the status is `incomplete`. The output holds every item in order, the model's own and
+the function outputs between them. A `tool_choice` that forces a call holds until the first function call was made; from
 then on it is `auto`, since a model that is forced for ever could never answer.
 """
 
@@ -19,6 +20,8 @@ from toprope.errors.tree import ConfigError, PeerError
 from toprope.servers.agent.agent import Activation, Agent
 
 DEFAULT_MAX_STEPS = 32
+ENDS = frozenset({Kind.LIMIT_REACHED, Kind.MODEL_CONTEXT_LENGTH})
+"""Refusals of a model server that end a trajectory: what was sampled before them stands and is worth a verdict."""
 BAD_TOOL_ARGUMENTS = "bad_tool_arguments"
 """The kind `<agent server>:bad_tool_arguments`: broken arguments of a tool call that the model server then refused."""
 
@@ -38,8 +41,14 @@ class ToolLoop(Agent):
         history = _as_items(request.get("input"))
         output: list[dict[str, Any]] = []
         usage: list[Any] = []
+        reply: dict[str, Any] = {}
         for step in range(1, steps + 1):
-            reply = await _ask(activation, {**request, "input": history + output}, output)
+            try:
+                reply = await _ask(activation, {**request, "input": history + output}, output)
+            except PeerError as refusal:
+                if refusal.kind not in ENDS or not output:
+                    raise  # a first call that is refused has sampled nothing that could be judged
+                return _cut_short(reply, output, usage, activation, refusal.kind)
             usage.append(reply.get("usage"))
             output.extend(reply["output"])
             activation.partial = partial(_unfinished, reply, output, usage)
@@ -54,10 +63,7 @@ class ToolLoop(Agent):
                 request["tool_choice"] = "auto"
             if step == steps:
                 break
-        reason = "max_steps" if activation.extended else None  # the format itself knows no such reason
-        final = _finished(reply, output, usage, activation, "incomplete")
-        final["incomplete_details"] = {"reason": reason}
-        return final
+        return _cut_short(reply, output, usage, activation, "max_steps")
 
 
 async def _ask(activation: Activation, body: Mapping[str, Any], output: list[dict[str, Any]]) -> dict[str, Any]:
@@ -94,6 +100,15 @@ def _finished(
     final = {**reply, "status": status, "output": output, "usage": _total(usage)}
     if activation.extended and isinstance(reply.get("id"), str):
         final["terminal_response_id"] = reply["id"]
+    return final
+
+
+def _cut_short(
+    reply: Mapping[str, Any], output: list[dict[str, Any]], usage: list[Any], activation: Activation, reason: str
+) -> dict[str, Any]:
+    final = _finished(reply, output, usage, activation, "incomplete")
+    # The format itself knows no such reason.
+    final["incomplete_details"] = {"reason": str(reason) if activation.extended else None}
     return final
 
 

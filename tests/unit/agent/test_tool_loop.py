@@ -208,6 +208,38 @@ async def test_the_step_limit_ends_the_loop_as_incomplete_with_its_last_calls_an
     assert [item["type"] for item in reply["output"]] == ["function_call", "function_call_output"] * 3
 
 
+@pytest.mark.parametrize("kind", ["limit_reached", "model_context_length"])
+async def test_a_trajectory_that_may_not_go_on_ends_as_incomplete_with_what_it_has(
+    make_house: Any, tools: dict[str, Any], kind: str
+) -> None:
+    refusal = json_reply({"error": {"kind": kind, "message": "no further", "retryable": False}}, 403)
+    house = await make_house([call("add", {})], refusal)
+    reply = (await run(house, tools)).json()
+    assert (reply["status"], reply["incomplete_details"]) == ("incomplete", {"reason": kind})
+    assert [item["type"] for item in reply["output"]] == ["function_call", "function_call_output"]
+    assert (reply["id"], reply["terminal_response_id"]) == ("resp-1", "resp-1")
+    assert reply["usage"]["input_tokens"] == USAGE["input_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("turns", "kind"),
+    [
+        ([], "limit_reached"),
+        ([], "model_context_length"),
+        ([[call("add", {})]], "stale"),
+        ([[call("add", {})]], "model_quota"),
+    ],
+)
+async def test_a_refusal_before_anything_was_sampled_or_for_another_reason_is_a_failure(
+    make_house: Any, tools: dict[str, Any], turns: list[Any], kind: str
+) -> None:
+    refusal = json_reply({"error": {"kind": kind, "message": "no", "retryable": False}}, 403)
+    house = await make_house(*turns, refusal)
+    reply = await run(house, tools)
+    error = reply.json()["error"]
+    assert (reply.status, error["kind"], error["retryable"]) == (502, kind, False)
+
+
 async def test_a_turn_that_was_cut_ends_the_loop_without_running_its_calls(
     make_house: Any, tools: dict[str, Any]
 ) -> None:
