@@ -3,8 +3,9 @@
     verdict -> check -> finalize -> row synced -> outcome journalled -> retire
     failure -------------------------> row synced -> outcome journalled     (its capture stays as evidence)
 
-Whatever is wrong with one verdict costs its row and nothing else. Left to others: what delivery makes of a capture
-(`capture.delivery`), what a row may hold (`results.rows`), whether to try again (`schedule`).
+A rollout that its trainer gave up is a failure of kind `stale`, whatever its agent made of it. Whatever is wrong with
+one verdict costs its row and nothing else. Left to others: what delivery makes of a capture (`capture.delivery`), what
+a row may hold (`results.rows`), whether to try again (`schedule`).
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from toprope.canonical.json import NotJson
+from toprope.capture.bounds import within
 from toprope.capture.delivery import (
     Delivered,
     finalize_rollout_token_capture,
@@ -24,7 +26,7 @@ from toprope.capture.delivery import (
     retire_rollout_token_capture,
     swap_into,
 )
-from toprope.capture.protocols import ReceiptSource, TokenSource
+from toprope.capture.protocols import CallJournal, ReceiptSource, TokenSource
 from toprope.collector.request import Verdict
 from toprope.collector.schedule import Attempt, uses_up_attempt
 from toprope.collector.settings import CaptureSettings
@@ -35,6 +37,9 @@ from toprope.tokens.receipts import receipts_of
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 
 log = logging.getLogger(__name__)
+
+GIVEN_UP = f"truncated:{Kind.STALE}"
+"""How a capture says that a trainer gave its rollout up (`POST /admin/abort` of a model server)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +76,16 @@ class Finisher:
         `doubt`: why the capture may hold what an earlier run left; then it is not read and the row is masked.
         """
         if isinstance(came, FailureRecord):
-            return await self._failed(attempt, came)
+            stale = captured and doubt is None and await self._was_given_up(attempt.key)
+            return await self._failed(attempt, _stale(came) if stale else came)
         verdict = came.fields
         try:
             check_verdict(verdict)
             row = result_row(attempt.identity, verdict)
             frozen: list[TokenCaptureSnapshot] = []
             delivered = await self._finalize(row, doubt, frozen.append) if captured else None
+            if any(GIVEN_UP in snapshot.reasons for snapshot in frozen):
+                return await self._failed(attempt, _stale(verdict))
             if delivered is not None:
                 row = _rebuilt(row, delivered)
             check_bundles(row.get("response"))
@@ -97,6 +105,17 @@ class Finisher:
             log.warning("rollout %s: %s in stage %s: %s", attempt.key, failure.kind, failure.stage, failure.reason)
         await self._ledger.failure(attempt.identity, failure, counts=uses_up_attempt(failure))
         return Outcome("failed", failure=failure)
+
+    async def _was_given_up(self, key: str) -> bool:
+        """Whether the capture of a failed attempt says so; it is read without freezing it."""
+        if not isinstance(self._source, CallJournal):
+            return False
+        try:
+            begun = await within(self._capture.source_timeout_s, self._source.begun_calls(key), "begun_calls")
+        except Exception as error:  # the failure itself is known and is written down as it came
+            log.warning("capture of %s: not read: %s: %s", key, type(error).__name__, error)
+            return False
+        return any(call.abort == GIVEN_UP for call in begun)
 
     async def _finalize(
         self, row: Mapping[str, Any], doubt: str | None, keep: Callable[[TokenCaptureSnapshot], None]
@@ -194,6 +213,25 @@ def _rebuilt(row: Mapping[str, Any], delivered: Delivered) -> dict[str, Any]:
 
 def _reasons(delivered: Mapping[str, Any]) -> list[Any]:
     return list((delivered.get("metrics") or {}).get("mask_reasons") or ())
+
+
+def _stale(came: Mapping[str, Any] | FailureRecord) -> FailureRecord:
+    """The failure of a rollout that was given up: another attempt would meet the same weights."""
+    reason = "its trainer gave this rollout up (stale); what it had done stays as evidence"
+    if isinstance(came, FailureRecord):
+        if came.kind == Kind.STALE:
+            return came
+        return replace(came, kind=Kind.STALE, reason=f"{reason}. It ended as {came.kind}: {came.reason}", terminal=True)
+    response = came.get("response")
+    return FailureRecord(
+        kind=Kind.STALE,
+        stage=Stage.AGENT,
+        reason=reason,
+        terminal=True,
+        delivery=Delivery.DELIVERED,
+        env_session_id=_text(came.get("env_session_id")),
+        partial_response=response if isinstance(response, dict) else None,
+    )
 
 
 def _unstorable(error: Unstorable | NotJson, verdict: Mapping[str, Any]) -> FailureRecord:

@@ -120,8 +120,8 @@ KINDS: Mapping[Kind, Meaning] = {
     ),
     Kind.LIMIT_REACHED: Meaning("A budget of the rollout is used up.", "Raise it, or let the agent end sooner."),
     Kind.STALE: Meaning(
-        "The tokens are older than the run accepts for training.",
-        "Weights moved on; a new attempt samples with the new ones.",
+        "The trainer gave the rollout up: its tokens are older than it accepts.",
+        "Nothing; it is not tried again. What it had done stays as evidence.",
     ),
     Kind.INTERNAL: Meaning(
         "A bug of ours, or of code that runs inside our servers.", "Please report it, with the log."
