@@ -39,6 +39,7 @@ from toprope.wire.responses import Item
 ROLLOUTS, CALLS, ROUNDS = 128, 20, 3
 PROMPT, GENERATED = 400, 100
 DEEP, EARLY, WINDOW, ROUND = 5000, 10, 100, 61
+COMPACTED = 20  # calls after which an agent begins anew from a summary
 LONG_CALLS, LONG_TOKENS = 1000, 61
 
 
@@ -142,14 +143,30 @@ def carried(before: Asked | None, items: Sequence[Item]) -> Asked:
 class Conversation:
     """One rollout's calls as a model server makes them: the request's text is read, the intent stored, ids recorded.
 
-    Its client sends the whole conversation every time, as new bytes; ids and text grow as they do there.
+    Its client sends the whole conversation every time, as new bytes; ids and text grow as they do there. With
+    `compacted` it begins anew from a summary after so many calls, as agents do whose context is full.
     """
 
-    def __init__(self, key: str, store: SqliteStore, memory: RequestMemory[Asked], recorder: Recorder) -> None:
+    def __init__(
+        self,
+        key: str,
+        memory: RequestMemory[Asked],
+        recorder: Recorder,
+        *,
+        compacted: int | None = None,
+    ) -> None:
         self.key, self.calls = key, 0
-        self.text = bytearray(b'{"model":"bench","input":[' + msgspec.json.encode(message("user", "begin")))
-        self._ids = np.arange(40 + DEEP * ROUND, dtype=np.uint32) % 150_000
-        self._memory, self._recorder = memory, recorder
+        self._memory, self._recorder, self._compacted = memory, recorder, compacted
+        self._ids = np.arange(40 + (compacted or DEEP) * ROUND, dtype=np.uint32) % 150_000
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        """The history is a task and what a summary of 4 KB says; no two summaries are alike, nor are their ids."""
+        told = f"begin {self.calls:06} " + ("what was found out " * 220 if self._compacted else "")
+        self.text = bytearray(b'{"model":"bench","input":[' + msgspec.json.encode(message("user", told)))
+        self._begun = self.calls
+        if self._compacted:
+            self._ids[8:40] = self.calls
 
     def request(self) -> bytes:
         return bytes(self.text) + b'],"temperature":1}'
@@ -160,7 +177,10 @@ class Conversation:
         The list of the whole conversation is made for the engine, which goes through all of it, captured or not.
         """
         said, call = message("assistant", f"turn {self.calls}"), f"{self.key}-{self.calls:06}"
-        at, gen = 40 + ROUND * self.calls, 30
+        if self._compacted and self.calls - self._begun == self._compacted:
+            self._begin_anew()
+        turns = self.calls - self._begun
+        at, gen = 40 + ROUND * turns, 30
         tokens = SampledTokens(self._ids[:at].copy(), self._ids[at : at + gen].copy(), -np.ones(gen) / 3)
         data = self.request()
         started = cpu()
@@ -181,7 +201,7 @@ class Conversation:
             )
         )
         spent = cpu() - started
-        assert len(read.request.input) == len(read.body["input"]) == 1 + 2 * self.calls
+        assert len(read.request.input) == len(read.body["input"]) == 1 + 2 * turns
         whole = cpu() - started - spent
         self.text += b"," + msgspec.json.encode(said)
         self.text += b"," + msgspec.json.encode(message("user", f"go on {self.calls}"))
@@ -197,12 +217,12 @@ async def deep_rollout(directory: Path) -> list[Figure]:
     path = directory / "deep.sqlite"
     store, memory = SqliteStore(path), RequestMemory(carried)
     recorder = Recorder(store, reader=store)
-    deep = Conversation("deep", store, memory, recorder)
+    deep = Conversation("deep", memory, recorder)
     while deep.calls < DEEP - WINDOW:
         await deep.call()
     late, early = [], []
     for turn in range(WINDOW):
-        young = Conversation(f"young-{turn}", store, memory, recorder)
+        young = Conversation(f"young-{turn}", memory, recorder)
         while young.calls < EARLY:
             await young.call()
         early.append(await young.call())
@@ -212,7 +232,7 @@ async def deep_rollout(directory: Path) -> list[Figure]:
     early_bytes, late_bytes = await _stored(path, f"young-0-{EARLY:06}"), await _stored(path, f"deep-{DEEP - 10:06}")
     data = deep.request()
     plain = min(_spent(lambda: _plainly(data)) for _ in range(5))
-    ratio = float(np.median([last[0] / first[0] for first, last in zip(early, late, strict=True)]))
+    ratio = _ratio([each[0] for each in late], [each[0] for each in early])
     first = _usual([spent for spent, _, _ in early])
     last, reading, whole = (_usual([each[at] for each in late]) for at in range(3))
     what = f"a request of {len(data) / 1e6:.1f} MB read, intent and record stored"
@@ -225,6 +245,54 @@ async def deep_rollout(directory: Path) -> list[Figure]:
         ),
         Figure("PF-5", "bytes of call 5,000 / of call 10", late_bytes / early_bytes, "x", must=1.2, aim=1.0),
     ]
+
+
+async def deep_rollout_of_one_size(directory: Path) -> list[Figure]:
+    """What is left of the cost of depth where the context is bounded: how many calls came before, and nothing else.
+
+    Call 5,000 and call 10 stand at the same place of their contexts and take turns; so do all calls from one to the
+    next such place, a new beginning among them.
+    """
+    path = directory / "compacted.sqlite"
+    store, memory = SqliteStore(path), RequestMemory(carried)
+    recorder = Recorder(store, reader=store)
+    deep = Conversation("deep", memory, recorder, compacted=COMPACTED)
+    while deep.calls < DEEP + EARLY - COMPACTED * WINDOW // 2:
+        await deep.call()
+    early, late, all_early, all_late = [], [], [], []
+    for turn in range(WINDOW):
+        young = Conversation(f"young-{turn}", memory, recorder, compacted=COMPACTED)
+        while young.calls < EARLY:
+            await young.call()
+        first, last = [], []
+        for _ in range(COMPACTED):
+            first.append((await young.call())[0])
+            last.append((await deep.call())[0])
+        early.append(first[0])
+        late.append(last[0])
+        all_early.append(sum(first))
+        all_late.append(sum(last))
+    await recorder.close()
+    await store.close()
+    early_bytes, late_bytes = await _stored(path, f"young-0-{EARLY:06}"), await _stored(path, f"deep-{DEEP + EARLY:06}")
+    what = f"a context of one size, compacted every {COMPACTED} calls"
+    return [
+        Figure("PF-5", f"CPU of call 5,000 / of call 10: {what}", _ratio(late, early), "x", must=1.2, aim=1.0),
+        Figure(
+            "PF-5",
+            f"the same, all {COMPACTED} calls and a compaction",
+            _ratio(all_late, all_early),
+            "x",
+            must=1.2,
+            aim=1.0,
+        ),
+        Figure("PF-5", f"bytes of call 5,000 / of call 10: {what}", late_bytes / early_bytes, "x", must=1.2, aim=1.0),
+    ]
+
+
+def _ratio(later: list[float], earlier: list[float]) -> float:
+    """The median of the ratios of costs that were measured side by side."""
+    return float(np.median(np.divide(later, earlier)))
 
 
 def _usual(costs: list[float]) -> float:
@@ -302,7 +370,7 @@ async def long_rollout(directory: Path) -> list[Figure]:
 
 async def main() -> None:
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as name:
-        for part in (many_rollouts, deep_rollout, long_rollout):
+        for part in (many_rollouts, deep_rollout, deep_rollout_of_one_size, long_rollout):
             for figure in await part(Path(name)):
                 figure.emit()
 

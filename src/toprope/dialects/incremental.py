@@ -126,9 +126,13 @@ class ReadRequest(Generic[Carried]):
 
 @dataclass(frozen=True, slots=True)
 class _Known(Generic[Carried]):
-    """A request that may be continued: its history stands in `text[start:cut]`."""
+    """A request that may be continued: its history stands in `text[start:cut]`.
 
-    text: bytes
+    `text` is this conversation's own and grows with it, so that no body outlives its request: at a megabyte a call, to
+    give memory back and to take it again costs as much as the comparison.
+    """
+
+    text: bytearray
     start: int
     cut: int
     hashed: Any  # SHA-256 of text[:cut]
@@ -143,7 +147,8 @@ class _Known(Generic[Carried]):
         cut, last = self.cut, slice(max(self.cut - 32, 0), self.cut)
         if data[last] != self.text[last]:
             return False  # the last bytes tell most conversations apart
-        return data.startswith(memoryview(self.text)[:cut])  # a view is not copied
+        with memoryview(self.text) as whole, whole[:cut] as history:  # a view is not copied
+            return data.startswith(history)
 
 
 class RequestMemory(Generic[Carried]):
@@ -211,7 +216,8 @@ class RequestMemory(Generic[Carried]):
             return self._whole(data, lambda body: form.request(body, None))
         request, media = form.request(body, items), media_among(items)
         hashed, carried = hashlib.sha256(memoryview(data)[:cut]), self._carry(None, items)
-        known = _Known(data, start, cut, hashed, _Grown(entries), _Grown(items), tuple(open_calls), media, carried)
+        text = bytearray(memoryview(data)[:cut])
+        known = _Known(text, start, cut, hashed, _Grown(entries), _Grown(items), tuple(open_calls), media, carried)
         self._remember(place, known)
         return ReadRequest(request, _and(hashed, data, cut), media=media, carried=carried, body=body)
 
@@ -233,10 +239,12 @@ class RequestMemory(Generic[Carried]):
         except (msgspec.DecodeError, RecursionError, KeyError, BadRequest):
             return None
         cut = end - known.start - len(stand_in) + known.cut
+        new = memoryview(data)[known.cut : cut]
         hashed = known.hashed.copy()
-        hashed.update(memoryview(data)[known.cut : cut])
+        hashed.update(new)
+        known.text[known.cut :] = new
         now = _Known(
-            data,
+            known.text,
             known.start,
             cut,
             hashed,
@@ -253,17 +261,24 @@ class RequestMemory(Generic[Carried]):
 
     # -- what is held -------------------------------------------------------------------------------------------
 
+    def forget(self, key: str) -> None:
+        """Let go of the conversations of `key`: a request that would continue one is read plainly."""
+        for dialect in _FORMS:
+            self._let_go((dialect, key))
+
     def _remember(
         self, place: tuple[str, str], known: _Known[Carried], *, instead_of: _Known[Carried] | None = None
     ) -> None:
         kept = [each for each in self._known.pop(place, []) if each is not instead_of]
         self._known[place] = [*kept, known]
-        self._bytes += len(known.text) - (len(instead_of.text) if instead_of is not None else 0)
+        self._bytes += known.cut - (instead_of.cut if instead_of is not None else 0)
         while len(self._known[place]) > _BRANCHES:
-            self._bytes -= len(self._known[place].pop(0).text)
+            self._bytes -= self._known[place].pop(0).cut
         while self._bytes > self._max_bytes and self._known:
-            _, gone = self._known.popitem(last=False)
-            self._bytes -= sum(len(each.text) for each in gone)
+            self._let_go(next(iter(self._known)))
+
+    def _let_go(self, place: tuple[str, str]) -> None:
+        self._bytes -= sum(each.cut for each in self._known.pop(place, ()))
 
 
 def _spot(text: bytes, field: str) -> tuple[int, int]:
