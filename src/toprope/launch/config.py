@@ -35,6 +35,14 @@ from toprope.wire.responses import REQUEST_PARAMETERS
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 LOOPBACK = ("127.0.0.1", "localhost")
+BESIDE_URL: Mapping[type[ServerConfig], tuple[str, ...]] = {
+    ModelConfig: (),
+    ResourcesConfig: ("protocol",),
+    AgentConfig: ("model", "token_id_capture", "close_reply"),
+    EnvironmentConfig: ("agent", "queue_timeout_s", "episode_timeout_s", "cleanup_timeout_s"),
+}
+"""What is said of a server elsewhere beside `url` and `api_key`: how it is driven, and what is known of it. Whatever
+else a server is given is for one that is started here, and would be ignored."""
 
 
 class Configuration(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,7 +113,20 @@ def _read_server(value: Any, where: Where) -> ServerConfig:
     refuse_unknown(value, (*ROLES[role].__struct_fields__, "role"), where)
     server = read({key: item for key, item in value.items() if key != "role"}, ROLES[role], where)
     assert isinstance(server, ServerConfig)
+    if server.url is not None:
+        _check_url(server.url, where.at("url"))
+        _refuse_beside_url(value, type(server), where)
     return server
+
+
+def _refuse_beside_url(given: Mapping[str, Any], role: type[ServerConfig], where: Where) -> None:
+    accepted = ("api_key", *BESIDE_URL[role])
+    for key, value in given.items():
+        if key not in ("role", "url", *accepted) and value is not None:
+            raise ConfigError(
+                f"{where.at(key)}: `url` says that this server runs elsewhere, and {key!r} is a setting of one that is "
+                f"started here; accepted: one of them; beside `url`: {', '.join(accepted)}."
+            )
 
 
 def _check_sandbox(name: str, provider: SandboxConfig, where: Where) -> None:
@@ -118,6 +139,11 @@ def _check_sandbox(name: str, provider: SandboxConfig, where: Where) -> None:
                 f"{where.at(name).at(key)}: only sandboxes of kind {kind} have it, and this one is of kind "
                 f"{provider.kind}; accepted: none."
             )
+    if provider.kind == "docker" and not provider.control_groups:
+        raise ConfigError(
+            f"{where.at(name).at('control_groups')}: a container engine makes its own, and this provider is of kind "
+            "docker; accepted: none."
+        )
 
 
 def _check_server(configuration: Configuration, name: str, server: ServerConfig, where: Where) -> None:
@@ -133,13 +159,10 @@ def _check_server(configuration: Configuration, name: str, server: ServerConfig,
             "started here; accepted: typed."
         )
     if server.url is not None:
-        _check_url(server.url, where.at("url"))
-        for key in ("engine", "use"):
-            if getattr(server, key, None) and not (key == "use" and isinstance(server, EnvironmentConfig)):
-                raise ConfigError(
-                    f"{where.at(key)}: `url` says that this server runs elsewhere, and {key!r} what to start here; "
-                    "accepted: one of them."
-                )
+        if isinstance(server, AgentConfig) and server.model is not None:
+            _reference(configuration, server.model, ModelConfig, where.at("model"))
+        if isinstance(server, EnvironmentConfig) and server.agent is not None:
+            _reference(configuration, server.agent, AgentConfig, where.at("agent"))
         return
     if server.host not in LOOPBACK and not server.api_key:
         raise ConfigError(

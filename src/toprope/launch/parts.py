@@ -53,6 +53,10 @@ def build_parts(configuration: Configuration, client: Client) -> Parts:
         elif isinstance(config, AgentConfig):
             offered = {"client": client, "directory": configuration.directory}
             agents[name] = _named(config.use, "agent", config.config, where, Agent, offered)
+            if config.sandbox is not None and agents[name].sandbox is None:
+                raise ConfigError(
+                    f"{where.at('sandbox')}: {shown(config.use)} runs nothing in a sandbox; accepted: no such key."
+                )
         elif isinstance(config, EnvironmentConfig):
             protocols[name] = _named(config.use, "environment", config.config, where, EpisodeProtocol)
             _check_models(protocols[name], configuration, where.at("config"))

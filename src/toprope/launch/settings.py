@@ -190,6 +190,10 @@ class McpServer(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.url is None) == (self.command is None):
             raise ValueError("an MCP server has either a `url` or a `command`")
+        if self.command is None and (self.args or self.env or self.cwd is not None):
+            raise ValueError("`args`, `env` and `cwd` are of a `command`, and this MCP server has a `url`")
+        if self.url is None and self.headers:
+            raise ValueError("`headers` are of a `url`, and this MCP server has a `command`")
 
 
 class ResourcesConfig(_Server, frozen=True, kw_only=True):
@@ -309,14 +313,17 @@ ROLES: Mapping[str, type[ServerConfig]] = {
 }
 
 
+_SIZE, _SEED = 32, 0
+
+
 class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
     """One source of tasks: `{generate: <resources server>, size, seed}` or `{file: <path>}`."""
 
     generate: Annotated[str | None, Meta(description="A resources server whose environment makes its own tasks.")] = (
         None
     )
-    size: Annotated[Count, Meta(description="How many tasks to generate.")] = 32
-    seed: Annotated[int, Meta(description="The seed of the generator.")] = 0
+    size: Annotated[Count, Meta(description="How many tasks to generate.")] = _SIZE
+    seed: Annotated[int, Meta(description="The seed of the generator.")] = _SEED
     file: Annotated[
         str | None,
         Meta(description="A JSONL file; relative to the configuration's directory, else to the current one."),
@@ -326,6 +333,8 @@ class TaskSource(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if (self.generate is None) == (self.file is None):
             raise ValueError("a task source names either `generate: <resources server>` or `file: <path>`")
+        if self.file is not None and (self.size, self.seed) != (_SIZE, _SEED):
+            raise ValueError("`size` and `seed` are of `generate`, and this task source is a file (`limit` takes less)")
 
 
 class EnvironmentShare(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from toprope.errors.tree import ConfigError
-from toprope.launch.config import Configuration, load_configuration, task_sources
+from toprope.launch.config import BESIDE_URL, Configuration, load_configuration, task_sources
 from toprope.launch.load import MAX_VALUES, parse_yaml
 from toprope.launch.settings import (
     ROLES,
@@ -104,6 +104,26 @@ def test_the_example_of_the_documentation_reads_as_written(tmp_path: Path) -> No
         ("servers.solver={rol: agent}", ["servers.solver.rol", "no key 'rol'", "did you mean 'role'"]),
         ("servers.episode.tools=direct_http", ["servers.episode.tools", "'direct_http'", "list of"]),
         ("servers.policy.url=http://a", ["servers.policy.engine", "url", "one of them"]),
+        (
+            "servers.episode={role: environment, url: 'http://a', config: {}}",
+            ["servers.episode.config", "episode_timeout_s"],
+        ),
+        (
+            "servers.episode={role: environment, url: 'http://a', use: interactive}",
+            ["servers.episode.use", "elsewhere"],
+        ),
+        ("servers.episode={role: environment, url: 'http://a', agent: sole}", ["servers.episode.agent", "'solver'"]),
+        ("servers.sums={role: resources, url: 'http://a', sandbox: box}", ["servers.sums.sandbox", "protocol"]),
+        ("servers.sums={role: resources, url: 'http://a', mcp: true}", ["servers.sums.mcp", "elsewhere"]),
+        ("servers.sums={role: resources, url: 'http://a', session_ttl_s: 9}", ["servers.sums.session_ttl_s"]),
+        ("servers.solver={role: agent, url: 'http://a', max_steps: 3}", ["servers.solver.max_steps", "close_reply"]),
+        ("servers.solver={role: agent, url: 'http://a', model: polic}", ["servers.solver.model", "'policy'"]),
+        ("servers.policy={role: model, url: 'http://a', limits: {calls: 3}}", ["servers.policy.limits", "api_key"]),
+        ("servers.policy={role: model, url: 'http://a', port: 80}", ["servers.policy.port", "elsewhere"]),
+        ("run.tasks={file: a.jsonl, size: 3}", ["run.tasks", "`size`", "`limit`"]),
+        ("sandboxes={box: {kind: docker, control_groups: false}}", ["sandboxes.box.control_groups", "docker"]),
+        ("servers.episode.mcp_servers={a: {url: 'http://a/', args: [b]}}", ["mcp_servers.a", "`args`", "`command`"]),
+        ("servers.episode.mcp_servers={a: {command: a, headers: {b: c}}}", ["mcp_servers.a", "`headers`", "`url`"]),
         ("servers.episode.episode_timeout_s=.inf", ["servers.episode.episode_timeout_s", "inf", "finite"]),
         ("servers.sums.config.until=2026-01-01", ["servers.sums.config.until", "date", "quotes"]),
         ("servers.episode.tools=[mcp, mcp]", ["servers.episode.tools", "names one twice", "at most once"]),
@@ -273,6 +293,20 @@ servers:
     configuration = load(tmp_path, text=text)
     assert configuration.run is None
     assert configuration.servers["sums"].url == "http://127.0.0.1:9"
+
+
+def test_a_server_elsewhere_is_told_how_it_is_driven_and_nothing_that_would_be_ignored(tmp_path: Path) -> None:
+    for role, accepted in BESIDE_URL.items():
+        assert set(accepted) < set(role.__struct_fields__)
+    text = """
+servers:
+  policy: {role: model, url: "http://127.0.0.1:7", api_key: k}
+  sums: {role: resources, url: "http://127.0.0.1:9", protocol: flat}
+  solver: {role: agent, url: "http://127.0.0.1:8", model: policy, token_id_capture: true, close_reply: optional}
+  episode: {role: environment, url: "http://127.0.0.1:6", agent: solver, episode_timeout_s: 9}
+token_id_capture: {enabled: true}
+"""
+    assert load(tmp_path, text=text).captured("solver")
 
 
 def test_capture_needs_both_the_run_and_the_agent_unless_all_are_meant(tmp_path: Path) -> None:

@@ -214,6 +214,13 @@ async def test_a_class_that_does_not_fit_is_refused_by_name(servers: dict[str, A
         await world_of(configured(servers)).start()
 
 
+def test_an_agent_that_runs_nothing_in_a_sandbox_is_given_none(tmp_path: Path) -> None:
+    servers = {**SERVERS, "clerk": {**SERVERS["clerk"], "sandbox": "box"}}
+    configuration = configured(servers, sandboxes={"box": {"kind": "directory", "leases": str(tmp_path)}})
+    with pytest.raises(ConfigError, match=r"servers.clerk.sandbox: 'tool_loop' runs nothing in a sandbox"):
+        build_parts(configuration, Client())
+
+
 def test_the_limits_of_the_settings_are_those_of_every_server() -> None:
     limits = LimitsConfig()
     assert Limits(max_body_bytes=limits.max_body_bytes, drain_s=limits.drain_s) == Limits()
