@@ -18,16 +18,27 @@ from toprope.testing.lifecycle_drawing import drawing
 from toprope.trajectory.reasons import page as mask_reasons
 
 DOCS = Path(__file__).parents[1] / "docs"
-BEGIN, END = "<!-- drawn: begin -->\n", "<!-- drawn: end -->"
+EXAMPLES = DOCS.parent / "examples"
 
 
-def custody(written: str) -> str:
-    """The page with its drawing made anew; everything outside the two markers is written by hand."""
-    head, begin, rest = written.partition(BEGIN)
-    _, end, tail = rest.partition(END)
-    if not (begin and end):
-        raise ValueError("explanation/custody.md: the two markers `drawn: begin` and `drawn: end` are missing")
-    return head + BEGIN + drawing() + END + tail
+def between(word: str, made: str, page: str) -> str:
+    """The page with what stands between its two markers made anew; everything outside them is written by hand."""
+    begin, end = f"<!-- {word}: begin -->\n", f"<!-- {word}: end -->"
+    head, found, rest = page.partition(begin)
+    _, closed, tail = rest.partition(end)
+    if not (found and closed):
+        raise ValueError(f"the two markers `{word}: begin` and `{word}: end` are missing")
+    return head + begin + made + end + tail
+
+
+def programs() -> str:
+    """Each agent of `examples/programs` with its settings, and the script that it copies."""
+    parts = []
+    for path in sorted((EXAMPLES / "programs").glob("*.yaml")):
+        comment, _, settings = path.read_text(encoding="utf-8").partition("role: agent\n")
+        words = " ".join(line.removeprefix("# ") for line in comment.splitlines())
+        parts.append(f"### {path.stem}\n\n{words}\n\n```text\nrole: agent\n{settings}```\n\n")
+    return "\n" + "".join(parts)
 
 
 PAGES: Mapping[str, Callable[[str], str]] = {
@@ -36,7 +47,8 @@ PAGES: Mapping[str, Callable[[str], str]] = {
     "reference/dialects.md": lambda _: render_table(),
     "reference/failures.md": lambda _: failures(),
     "reference/mask-reasons.md": lambda _: mask_reasons(),
-    "explanation/custody.md": custody,
+    "explanation/custody.md": lambda page: between("drawn", drawing(), page),
+    "how-to/connect-your-agent.md": lambda page: between("programs", programs(), page),
 }
 """Each generated page, and what makes it from its present text."""
 

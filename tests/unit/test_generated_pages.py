@@ -25,28 +25,27 @@ def test_no_generated_page_is_behind_the_program(script: dict[str, Any]) -> None
 
 
 def test_every_page_that_says_it_is_generated_is_generated(script: dict[str, Any]) -> None:
-    marks = ("do not edit", "written from the table", "drawn: begin")
+    marks = ("do not edit", "written from the table", "drawn: begin", "programs: begin")
     pages = (page for page in (ROOT / "docs").rglob("*.md") if any(mark in page.read_text() for mark in marks))
     assert {str(page.relative_to(ROOT / "docs")) for page in pages} == set(script["PAGES"])
 
 
-def test_the_drawing_goes_between_its_markers_and_touches_nothing_else(script: dict[str, Any]) -> None:
+def test_what_is_drawn_goes_between_its_markers_and_touches_nothing_else(script: dict[str, Any]) -> None:
     page = "before\n<!-- drawn: begin -->\nold\n<!-- drawn: end -->\nafter\n"
-    made = script["custody"](page)
-    assert made.startswith("before\n<!-- drawn: begin -->\n```mermaid\n")
-    assert made.endswith("<!-- drawn: end -->\nafter\n")
-    assert "old" not in made
+    made = script["between"]("drawn", "new\n", page)
+    assert made == "before\n<!-- drawn: begin -->\nnew\n<!-- drawn: end -->\nafter\n"
     with pytest.raises(ValueError, match="markers"):
-        script["custody"]("no marker")
+        script["between"]("drawn", "new\n", "no marker")
 
 
 def test_make_docs_in_a_copy_writes_what_is_behind_and_check_only_says_so(tmp_path: Path) -> None:
     copy = tmp_path / "scripts/make_docs.py"
     copy.parent.mkdir()
     copy.write_text(SCRIPT.read_text())
-    for name in ("reference", "explanation"):
+    for name in ("reference", "explanation", "how-to"):
         (tmp_path / "docs" / name).mkdir(parents=True)
-    (tmp_path / "docs/explanation/custody.md").write_text((ROOT / "docs/explanation/custody.md").read_text())
+    for page in ("docs/explanation/custody.md", "docs/how-to/connect-your-agent.md"):
+        (tmp_path / page).write_text((ROOT / page).read_text())
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run([sys.executable, str(copy), *arguments], capture_output=True, text=True, timeout=60)
