@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from toprope.capture.epochs import WriterEpochs
-from toprope.capture.protocols import BeginAck, Intent, PutAck
+from toprope.capture.protocols import BeginAck, Intent, JournalledCall, PutAck
 from toprope.capture.sqlite_store import SqliteStore
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.snapshot import Receipt, TokenCaptureSnapshot
@@ -84,6 +84,29 @@ class LosesIntents(SqliteStore):
         return BeginAck(1, 0)
 
 
+class TellsOnlyItsOwnCalls(SqliteStore):
+    """A journal without what other clients began: a retry that reaches another server is sampled again."""
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__(path)
+        self._own: set[tuple[str, str]] = set()
+
+    async def begin_call(self, rollout_id: str, model_call_id: str, *, intent: Intent | None = None) -> BeginAck:
+        self._own.add((rollout_id, model_call_id))
+        return await super().begin_call(rollout_id, model_call_id, intent=intent)
+
+    async def begun_calls(self, rollout_id: str) -> tuple[JournalledCall, ...]:
+        calls = await super().begun_calls(rollout_id)
+        return tuple(call for call in calls if (rollout_id, call.call_id) in self._own)
+
+
+class SortsTheJournal(SqliteStore):
+    """A journal in the order of names: of two equal calls the second is taken for the first."""
+
+    async def begun_calls(self, rollout_id: str) -> tuple[JournalledCall, ...]:
+        return tuple(sorted(await super().begun_calls(rollout_id), key=lambda call: call.call_id))
+
+
 class DropsWhatIsStale(SqliteStore):
     """Drops what is there now, whatever the caller saw."""
 
@@ -138,6 +161,8 @@ BROKEN: dict[type[SqliteStore], str] = {
     NoTombstone: "a_dropped_rollout_stays_gone",
     AppendsEveryPut: "the_same_put_twice_is_one_entry",
     LosesIntents: "an_open_intent_masks_and_a_put_satisfies_it",
+    TellsOnlyItsOwnCalls: "the_journal_tells_every_begun_call_in_order",
+    SortsTheJournal: "the_journal_tells_every_begun_call_in_order",
     DropsWhatIsStale: "a_mark_after_freeze_makes_the_old_pair_useless",
     SeesNoOthers: "put_is_visible_to_another_client_at_once",
     AcceptsNan: "a_logprob_that_is_no_number_is_refused",

@@ -13,7 +13,15 @@ from typing import Any
 
 import numpy as np
 
-from toprope.capture.protocols import AbortingSink, CaptureLister, CaptureReader, ReceiptSource, SupersedingSource
+from toprope.capture.protocols import (
+    AbortingSink,
+    CallJournal,
+    CaptureLister,
+    CaptureReader,
+    Intent,
+    ReceiptSource,
+    SupersedingSource,
+)
 from toprope.testing.capture_kit import (
     Connect,
     Scale,
@@ -24,6 +32,7 @@ from toprope.testing.capture_kit import (
     new_key,
     refused,
     sample_entry,
+    takes,
 )
 from toprope.tokens.entry import WeightSpan
 
@@ -209,6 +218,37 @@ async def an_aborted_intent_does_not_mask(connect: Connect, scale: Scale) -> Non
         snapshot = await one.source.freeze(key)
         demand(not snapshot.incomplete, "an aborted call counts as lost")
         demand([e.model_call_id for e in snapshot.entries] == ["c2"], "a put after an abort is not accepted")
+
+
+async def the_journal_tells_every_begun_call_in_order(connect: Connect, scale: Scale) -> None:
+    async with client(connect) as one, client(connect) as other:
+        journals = [each.source for each in (one, other) if isinstance(each.source, CallJournal)]
+        begins: list[Any] = [getattr(each.sink, "begin_call", None) for each in (one, other)]
+        if len(journals) < 2 or not all(takes(begin, "intent") for begin in begins):
+            raise Skipped("the source has no begun_calls, or the sink takes no intent")
+        key, names = new_key(), ("c3", "c1", "c4", "c2")
+        demand(await journals[0].begun_calls(key) == (), "an unknown key has begun calls")
+        told = {
+            name: Intent(stream=n % 2 == 1, request_digest=f"d{n // 2}", retry_count=n, writer_epoch=f"{key}-{n % 2}")
+            for n, name in enumerate(names)
+        }
+        for n, name in enumerate(names):
+            await begins[n % 2](key, name, intent=told[name])
+            for journal in journals:
+                found = [call.call_id for call in await journal.begun_calls(key)]
+                demand(
+                    found == list(names[: n + 1]), f"{', '.join(names[: n + 1])} were begun, the journal has {found}"
+                )
+        await one.sink.put(sample_entry(key, "c1"))
+        ended: dict[str, tuple[bool, str | None]] = {name: (name == "c1", None) for name in names}
+        if isinstance(other.sink, AbortingSink):
+            await other.sink.abort_call(key, "c4", reason="client_gone")
+            ended["c4"] = (False, "client_gone")
+        for journal in journals:
+            calls = await journal.begun_calls(key)
+            demand({c.call_id: (c.recorded, c.abort) for c in calls} == ended, "the journal is wrong about ended calls")
+            demand({c.call_id: c.intent for c in calls} == told, "an intent came back changed")
+            demand(all(call.live for call in calls if call.open), "the journal says that a live writer is dead")
 
 
 async def a_put_racing_freeze_is_in_or_makes_the_pair_stale(connect: Connect, scale: Scale) -> None:

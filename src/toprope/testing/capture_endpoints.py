@@ -7,7 +7,6 @@ it reads, a line of JSON each, until its input ends or it is killed.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import os
 import sys
@@ -20,7 +19,7 @@ from toprope.capture.bounds import within
 from toprope.errors.tree import ConfigError
 from toprope.launch.construct import build, find
 from toprope.launch.strict import Where
-from toprope.testing.capture_kit import Nonconforming, Transport, sample_entry
+from toprope.testing.capture_kit import Nonconforming, Transport, sample_entry, takes
 
 ANSWER_S = 60.0
 """Seconds that another process may take to answer: it starts an interpreter and opens a store, on a busy machine."""
@@ -69,15 +68,8 @@ class Endpoints:
         where = Where(f"--{option}")
         target = find(name, "toprope.capture", where)
         other = find(also, "toprope.capture", where) if also is not None else None
-        given = {key: value for key, value in self.kwargs.items() if _takes(target, key) or not _takes(other, key)}
+        given = {key: value for key, value in self.kwargs.items() if takes(target, key) or not takes(other, key)}
         return build(target, given, where)
-
-
-def _takes(target: Any, name: str) -> bool:
-    if target is None:
-        return False
-    parameters = inspect.signature(target).parameters
-    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 class OtherProcess:

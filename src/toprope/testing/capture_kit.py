@@ -5,6 +5,7 @@ Left to others: the checks (`capture_checks`, `capture_table`, `capture_deaths`)
 
 from __future__ import annotations
 
+import inspect
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -80,6 +81,14 @@ def sample_entry(key: str, call_id: str, *, prompt: Any = (1, 2, 3), generated: 
 def new_key() -> str:
     """A capture key that nobody used."""
     return f"suite.{secrets.token_hex(6)}"
+
+
+def takes(target: Any, name: str) -> bool:
+    """Whether a callable takes the keyword `name`; False for None."""
+    if target is None:
+        return False
+    parameters = inspect.signature(target).parameters
+    return name in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 
 
 def demand(truth: bool, what: str) -> None:

@@ -80,6 +80,7 @@ _SINGLE: tuple[Check, ...] = (
     checks.a_dropped_rollout_stays_gone,
     checks.an_open_intent_masks_and_a_put_satisfies_it,
     checks.an_aborted_intent_does_not_mask,
+    checks.the_journal_tells_every_begun_call_in_order,
     checks.superseding_sets_aside_and_mixes_nothing,
 )
 """One promise each; the others build on them."""
@@ -106,6 +107,7 @@ NEEDS: dict[Check, tuple[Check, ...]] = {
     checks.a_swept_rollout_stays_closed: (_VISIBLE, checks.a_dropped_rollout_stays_gone),
     checks.freeze_makes_the_set_final: (_VISIBLE,),
     checks.an_unknown_key_freezes_to_nothing_for_good: (_VISIBLE,),
+    checks.the_journal_tells_every_begun_call_in_order: (checks.an_open_intent_masks_and_a_put_satisfies_it,),
     every_cell_of_the_table_holds: _SINGLE,
     checks.a_put_racing_freeze_is_in_or_makes_the_pair_stale: (
         _VISIBLE,

@@ -157,6 +157,7 @@ async def test_a_sink_and_a_source_with_exactly_nemo_gyms_signatures_pass(tmp_pa
     skipped = {each.check for each in outcomes if each.result == "skipped"}
     assert skipped == {
         "an_aborted_intent_does_not_mask",
+        "the_journal_tells_every_begun_call_in_order",
         "superseding_sets_aside_and_mixes_nothing",
         "receipts_outlive_the_payload",
         "a_swept_rollout_stays_closed",
