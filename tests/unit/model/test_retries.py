@@ -7,7 +7,7 @@ import json
 
 import msgspec
 import pytest
-from tests.unit.model.wire import ASK, CAPTURED, Typist, on_the_wire
+from tests.unit.model.wire import ASK, CAPTURED, ENDS, Typist, on_the_wire
 
 from toprope.capture.memory_store import MemoryStore
 from toprope.capture.protocols import Intent, JournalledCall
@@ -135,6 +135,52 @@ async def test_a7_a_client_that_gives_up_waiting_and_retries_gets_the_one_answer
     snapshot = await store.freeze("4-2")
     assert [(entry.client_gone, entry.dialect) for entry in snapshot.entries] == [(False, dialect)]
     assert isinstance(build(snapshot), Trainable)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_a_streamed_retry_that_waits_is_kept_alive_until_it_has_its_answer(steps, dialect):
+    store = MemoryStore()
+    settings = {"recorder": Recorder(store, reader=store), "keep_alive_s": 0.01}
+    async with on_the_wire(engine=Typist(script=steps, size=99), **settings) as wire:
+        first = await wire.ask(dialect, stream=True)
+        await steps.next(go=False)
+        first.leave()
+        second = await wire.ask(dialect, stream=True, x_stainless_retry_count="1")
+        await second.read(lambda body: body.count(b": keep-alive\n\n") > 2)
+        assert (second.status, said(second.body)) == (200, None)
+        second.leave()  # while it waits: what it stood for is still there for the next one
+        await _journal(store, 2, lambda calls: calls[1].abort is not None)
+        third = await wire.ask(dialect, stream=True, x_stainless_retry_count="2")
+        await third.read(lambda body: b": keep-alive\n\n" in body)
+        steps.gates[0].set()
+        body = await third.end()
+        assert (said(body), ENDS[dialect] in body) == (0, True)
+    one, _, three = await store.begun_calls("4-2")
+    assert (one.abort, three.abort) == (None, f"replay_of:{one.call_id}")
+    assert len(steps.gates) == 1
+
+
+async def test_a_retry_whose_awaited_attempt_fails_goes_on_as_a_new_call_in_the_stream_that_was_kept_alive(steps):
+    store = MemoryStore()
+    fail = asyncio.Event()
+
+    async def before(number):
+        if len(steps.gates) == 1:
+            await fail.wait()
+            raise ConnectionError("the upstream died")
+
+    settings = {"recorder": Recorder(store, reader=store), "keep_alive_s": 0.01}
+    async with on_the_wire(engine=Typist(script=steps, size=99, before=before), **settings) as wire:
+        first = await wire.ask("chat", stream=True)
+        await steps.next()
+        first.leave()
+        again = await wire.ask("chat", stream=True, x_stainless_retry_count="1")
+        await again.read(lambda body: b": keep-alive\n\n" in body)
+        fail.set()
+        await steps.next()
+        body = await again.end()
+        assert (said(body), ENDS["chat"] in body) == (1, True)
+    assert len((await store.freeze("4-2")).entries) == 1
 
 
 async def test_a_replayed_reply_is_the_recorded_one_with_its_ids(steps):

@@ -34,7 +34,7 @@ from toprope.servers.model.reading import CallReader
 from toprope.servers.model.repeats import Repeats
 from toprope.servers.model.replies import pivot_reply, recorded_reply, render_error, render_reply, stream_writer
 from toprope.servers.model.retries import NOT_SENT
-from toprope.servers.model.streams import TurnStream
+from toprope.servers.model.streams import HeldStream, TurnStream
 from toprope.servers.model.turns import Turns
 from toprope.servers.model.weights import WeightVersions
 from toprope.telemetry.calls import CallLog
@@ -177,12 +177,23 @@ class ModelServer:
             call = await self._reader.read(dialect, request, call_id, started)
             await self._repeats.check_key(call)
             await self._custody.begin(call)
+        except Exception as error:  # noted here, answered by the kit
+            self._notes.failed(dialect, request, call_id, started, error)
+            raise
+        if not (call.stream and self._repeats.may_be_one(call)):
+            return await self._serve(call, request)
+        held = HeldStream(self.app.detach(self._serve(call, request), f"reply of {call_id}"), self._keep_alive_s)
+        return await held.ready() or streaming_reply(held)
+
+    async def _serve(self, call: ModelCall, request: Request) -> Reply:
+        """The reply to a call that was begun: from the record, or the engine's."""
+        try:
             replayed = await self._from_record(call)
             if replayed is not None:
                 return replayed
             await self._admit(call)
-        except Exception as error:  # noted here, answered by the kit
-            self._notes.failed(dialect, request, call_id, started, error)
+        except Exception as error:  # as above
+            self._notes.failed(call.dialect, request, call.call_id, call.started, error)
             raise
         if not call.stream:
             return render_reply(call, await self._turns.whole(call))

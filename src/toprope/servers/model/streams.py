@@ -8,11 +8,15 @@ result after an error event. Left to others: the bytes of events (`dialects.stre
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import AsyncIterator, Callable
 
+from toprope.dialects.emitted import COMMENT
 from toprope.dialects.pivot import PivotReply
 from toprope.dialects.stream import StreamWriter
 from toprope.errors.tree import NotReady
+from toprope.http.reply import Reply
+from toprope.http.streaming import close_stream
 from toprope.servers.model.engines.base import EngineReply
 from toprope.servers.model.turns import Turn, Turns
 
@@ -96,3 +100,70 @@ class TurnStream:
     def _plain_end(self) -> bool:
         """Whether the turn ended well, so that its last deltas and its end may leave together."""
         return not self._task.cancelled() and self._task.exception() is None
+
+
+class HeldStream:
+    """The chunks of a streamed reply that waits for another call's: comments until it is known, then its own.
+
+    `work` makes the reply, in a task of its own that keeps the caller's rollout. Closed before that, it is cancelled.
+    To be iterated by one task.
+    """
+
+    def __init__(self, work: asyncio.Task[Reply], keep_alive_s: float) -> None:
+        self._work = work
+        self._keep_alive_s = keep_alive_s
+        self._due = False
+        self._chunks: AsyncIterator[bytes] | None = None
+        work.add_done_callback(_looked_at)
+
+    async def ready(self) -> Reply | None:
+        """The reply, or None after a long silence: then this is its body. Raises what `work` raised."""
+        try:
+            await asyncio.wait({self._work}, timeout=self._keep_alive_s)
+        except asyncio.CancelledError:
+            await self.aclose()
+            raise
+        if self._work.done():
+            return self._made()
+        self._due = True
+        return None
+
+    def __aiter__(self) -> HeldStream:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if self._chunks is None:
+            if self._due or not await self._known():
+                self._due = False
+                return COMMENT
+            reply = self._made()
+            self._chunks = _once(reply.body) if reply.stream is None else reply.stream
+        return await anext(self._chunks)
+
+    async def aclose(self) -> None:
+        """On return nobody works on the reply any more, or its turn knows that nobody reads it."""
+        if not self._work.done():
+            self._work.cancel()  # what it had begun is written down in its own task, which the server waits for
+        elif self._work.cancelled() or self._work.exception() is not None:
+            return
+        elif (stream := self._work.result().stream) is not None:
+            await close_stream(stream)
+
+    async def _known(self) -> bool:
+        await asyncio.wait({self._work}, timeout=self._keep_alive_s)
+        return self._work.done()
+
+    def _made(self) -> Reply:
+        if self._work.cancelled():
+            raise NotReady("the call was stopped before it was answered")
+        return self._work.result()
+
+
+async def _once(body: bytes) -> AsyncIterator[bytes]:
+    yield body
+
+
+def _looked_at(work: asyncio.Task[Reply]) -> None:
+    """Look at what `work` raised, so that one whose client left is not logged as never looked at."""
+    with contextlib.suppress(asyncio.CancelledError):
+        work.exception()
