@@ -96,13 +96,22 @@ def serving(place: Path, config: Path) -> Iterator[Served]:
 
 
 def test_every_file_of_the_examples_is_run_by_a_test() -> None:
-    """Here, or on a page of docs/ that shows the file and follows it (`test_documentation`)."""
+    """Here, on a page of docs/ that shows the file and follows it, or as a program of others (`tests/programs`)."""
     pages = [path.read_text(encoding="utf-8") for path in (EXAMPLES.parent / "docs").glob("*/*.md")]
     shown = {name for page in pages for name in re.findall(r"^```\w+ example=(\S+)$", page, re.MULTILINE)}
     files = {str(path.relative_to(EXAMPLES)) for path in EXAMPLES.rglob("*") if path.is_file()}
-    unrun = {name for name in files - RUN_HERE - shown if "__pycache__" not in name and not name.endswith("README.md")}
+    recipes = {path: yaml.safe_load(path.read_text()) for path in (EXAMPLES / "programs").glob("*.yaml")}
+    programs = {f"programs/{path.name}" for path in recipes}
+    programs |= {
+        f"programs/{name}" for recipe in recipes.values() for name in recipe["config"].get("copy", {}).values()
+    }
+    unrun = {
+        name
+        for name in files - RUN_HERE - shown - programs
+        if "__pycache__" not in name and not name.endswith("README.md")
+    }
     assert unrun == set()
-    assert (RUN_HERE | shown) - files == set()
+    assert (RUN_HERE | shown | programs) - files == set()
 
 
 @pytest.mark.parametrize("program", ["agent_chat.py", "agent_responses.py"])
