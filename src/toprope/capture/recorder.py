@@ -254,7 +254,7 @@ class Recorder:
                 return self._deferred(call, tokens)
         # From here to the end nothing is awaited: a parallel call sees either none of this or all.
         asked = call.asked if call.asked is not None else rollout.history.asked_by(call.request_items)
-        choice = decide_asked(rollout.history, asked, tokens.prompt_token_ids)
+        choice = decide_asked(rollout.history, asked, tokens.prompt_token_ids, continues=call.continues)
         chain = choice.prompt_hash.extend(tokens.generation_token_ids)
         entry = record_of(call, rollout.laid_out(call.call_id, choice, tokens), choice, chain, self._clock())
         rollout.history.add(entry, choice.asked, chain=chain)

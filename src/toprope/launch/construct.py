@@ -132,6 +132,7 @@ def _extra_hint(error: Exception) -> str:
         "onnxruntime": "embedded",
         "tokenizers": "embedded",
         "llguidance": "embedded",
+        "renderers": "renderers",
     }
     missing = getattr(error, "name", None)
     extra = extras.get((missing or "").partition(".")[0])

@@ -16,6 +16,7 @@ from toprope.launch.settings import (
     Config,
     EnvironmentShare,
     LimitsConfig,
+    RendererConfig,
     RunConfig,
     SandboxConfig,
     SandboxLimits,
@@ -60,6 +61,7 @@ def render() -> str:
     parts += [table(f"servers: `role: {role}`", kind) for role, kind in ROLES.items()]
     parts += [
         table("servers: `limits` of a model server", LimitsConfig),
+        table("servers: `token_in_renderer` of a model server", RendererConfig),
         table("sandboxes: one provider", SandboxConfig),
         table("sandboxes: `limits` of one", SandboxLimits),
         table("run", RunConfig),

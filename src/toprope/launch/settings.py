@@ -119,6 +119,19 @@ class LimitsConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
 
 
+class RendererConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """`token_in_renderer`: a renderer of the package `renderers` (extra `renderers`)."""
+
+    name: Annotated[str, Meta(description="Its name there: `qwen3`, `llama-3`, ...")]
+    tokenizer: Annotated[
+        str,
+        Meta(description="The model directory, or its `tokenizer.json`; relative to the configuration's directory."),
+    ]
+    options: Annotated[
+        dict[str, Any], Meta(description="The renderer's own settings, as `{enable_thinking: false}`.")
+    ] = {}
+
+
 class ModelConfig(_Server, frozen=True, kw_only=True):
     """`role: model`: a model server in front of one engine."""
 
@@ -159,6 +172,17 @@ class ModelConfig(_Server, frozen=True, kw_only=True):
             description="The key of the trainer's routes `/admin/weights` and `/admin/abort`, sent as "
             "`x-toprope-admin-key`; absent: nobody may use them."
         ),
+    ] = None
+    token_in: Annotated[
+        Literal["off", "auto", "required"],
+        Meta(
+            description="Build a captured turn from the recorded ids of the one before, where the engine takes prompts "
+            "of ids. `auto`: what cannot be built so is rendered by the engine, and counted. `required`: it is refused."
+        ),
+    ] = "auto"
+    token_in_renderer: Annotated[
+        RendererConfig | None,
+        Meta(description="Who renders what is new in such a turn; absent: the engine itself."),
     ] = None
     workers: Annotated[Count, Meta(description="Worker processes. Only 1 is there yet.")] = 1
 

@@ -25,7 +25,15 @@ from toprope.launch.elsewhere import ask_elsewhere
 from toprope.launch.grants import further_grant, stdio_programs
 from toprope.launch.parts import Parts
 from toprope.launch.sandboxes import Desks
-from toprope.launch.settings import ROLES, AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig, ServerConfig
+from toprope.launch.settings import (
+    ROLES,
+    AgentConfig,
+    EnvironmentConfig,
+    ModelConfig,
+    RendererConfig,
+    ResourcesConfig,
+    ServerConfig,
+)
 from toprope.launch.stores import Custody, open_custody
 from toprope.launch.strict import Where, shown
 from toprope.launch.workspace import Workspace
@@ -33,7 +41,9 @@ from toprope.servers.agent.server import AgentServer
 from toprope.servers.environment.base import EnvironmentServer
 from toprope.servers.environment.participant import SessionReport
 from toprope.servers.model.budgets import RolloutLimits
+from toprope.servers.model.engines.base import ContinuesTurns
 from toprope.servers.model.server import ModelServer
+from toprope.servers.model.token_in.library import LibraryRenderer
 from toprope.servers.resources.server import ResourcesServer
 from toprope.telemetry.calls import CallLog
 
@@ -239,7 +249,19 @@ class World:
             api_key=config.api_key,
             admin_key=config.admin_key,
             keep_alive_s=config.keep_alive_s,
+            token_in=config.token_in,
+            token_in_renderer=self._renderer(config.token_in_renderer, where.at("token_in_renderer")),
         ).app
+
+    def _renderer(self, config: RendererConfig | None, where: Where) -> ContinuesTurns | None:
+        if config is None:
+            return None
+        try:
+            return LibraryRenderer(
+                config.name, tokenizer=self.configuration.directory / config.tokenizer, options=config.options
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{where}: {error.message}") from error
 
     def _resources(self, name: str, config: ResourcesConfig) -> ServerApp:
         return ResourcesServer(

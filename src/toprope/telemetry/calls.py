@@ -25,6 +25,9 @@ class ModelCallRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=F
     `client_session_id` is the client's own `X-Session-ID` beside a key. `time_to_first_token` is in seconds after
     `started`, known for streams only. `client_gone`: the client left before its reply was sent whole; status 499 is
     that of a call which was stopped for it. `replay_of` names the recorded call that a retry was answered from.
+    `token_in` says what the prompt was: `exact` (the recorded ids of the turn that it continues, and what came since),
+    `first`, `fallback:<reason>`, None where token-in was not for it; `forgiven` counts how an exact one's history
+    differed from what was recorded.
     """
 
     call_id: str
@@ -49,6 +52,8 @@ class ModelCallRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=F
     losses: tuple[str, ...] = ()
     client_gone: bool = False
     replay_of: str | None = None
+    token_in: str | None = None
+    forgiven: dict[str, int] = {}
 
 
 _encoder = msgspec.json.Encoder()

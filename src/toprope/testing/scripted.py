@@ -36,6 +36,7 @@ from toprope.servers.model.engines.base import (
     EngineReply,
     EngineRequest,
     FinishReason,
+    NextTurn,
     SampledTokens,
     Usage,
 )
@@ -119,7 +120,8 @@ class ScriptedEngine:
     """An `Engine` driven by a script. `requests` holds the last `keep_requests` requests, oldest first; `calls` counts.
 
     `model` is the name it answers under; `returns_ids=False` makes it an endpoint that knows no ids;
-    `retokenise_history` renders the model's earlier turns with another tokenisation of the same text;
+    `retokenise_history` renders the model's earlier turns with another tokenisation of the same text and
+    `drops_thinking` without their thoughts;
     `accepts_token_prompt` makes it generate from the prompt ids of a request that has them. `pace(request, n)` is
     awaited before delta `n` of a streamed reply, from 0, and once more before its end.
     """
@@ -131,6 +133,7 @@ class ScriptedEngine:
         model: str = "scripted",
         returns_ids: bool = True,
         retokenise_history: bool = False,
+        drops_thinking: bool = False,
         accepts_token_prompt: bool = False,
         pace: Pace | None = None,
         keep_requests: int = 1000,
@@ -142,6 +145,7 @@ class ScriptedEngine:
         self.requests: deque[EngineRequest] = deque(maxlen=keep_requests)
         self.calls = 0
         self._history_width = 2 if retokenise_history else None
+        self._drops_thinking = drops_thinking
         self._script = _load(script)
         self._pace = pace
 
@@ -168,6 +172,11 @@ class ScriptedEngine:
             await self._stream(request, reply, made, request.emit)
         return made
 
+    async def next_turn(self, turn: NextTurn) -> list[int]:
+        """What follows a recorded turn, for token-in."""
+        ended = turn.generation_token_ids[-1] == toy_tokenizer.END
+        return toy_tokenizer.next_turn_ids(turn.items[turn.tail :], ended=bool(ended))
+
     async def _stream(self, request: EngineRequest, reply: ScriptedReply, made: EngineReply, emit: Emit) -> None:
         count = 0
         for count, delta in enumerate(deltas_of(made.output, reply.pieces)):
@@ -187,7 +196,9 @@ class ScriptedEngine:
         if prompt is None and request.prompt_token_ids is not None and self.capabilities.accepts_token_prompt:
             prompt = request.prompt_token_ids.tolist()
         if prompt is None:
-            prompt = toy_tokenizer.prompt_ids(request.request, history_width=self._history_width)
+            prompt = toy_tokenizer.prompt_ids(
+                request.request, history_width=self._history_width, drops_thinking=self._drops_thinking
+            )
         ids = reply.token_ids
         if ids is None:
             ids = toy_tokenizer.generation_ids(output, ended=finish != "length")

@@ -51,20 +51,32 @@ def decode(ids: Iterable[int]) -> str:
     return data.decode("utf-8", "surrogatepass")
 
 
-def prompt_ids(request: ResponsesRequest, *, width: int = 3, history_width: int | None = None) -> list[int]:
+def prompt_ids(
+    request: ResponsesRequest, *, width: int = 3, history_width: int | None = None, drops_thinking: bool = False
+) -> list[int]:
     """The prompt of a request, up to and including the head of the turn to generate.
 
-    `history_width` tokenises the model's own earlier turns differently (a re-tokenised history).
+    `history_width` tokenises the model's own earlier turns differently (a re-tokenised history); `drops_thinking`
+    leaves the thoughts out of them, as many models' templates do.
     """
     ids: list[int] = []
     if request.tools:
         ids += [BEGIN, *encode("tools\n" + canonical(list(request.tools)).decode(), width=width), END]
     for turn in split_turns(request_items(request)):
         if is_model_authored(turn[0]):
-            said = [token for item in turn for token in item_ids(item, width=history_width or width)]
+            kept = [item for item in turn if not (drops_thinking and item.get("type") == "reasoning")]
+            said = [token for item in kept for token in item_ids(item, width=history_width or width)]
             ids += [BEGIN, *encode("assistant\n", width=width), *said, END]
         else:
             ids += [BEGIN, *encode(_said_by_others(turn[0]), width=width), END]
+    return [*ids, BEGIN, *encode("assistant\n", width=width)]
+
+
+def next_turn_ids(new: Iterable[Item], *, ended: bool, width: int = 3) -> list[int]:
+    """What follows a generation in the next prompt, if others then said `new`. `ended`: its end mark was sampled."""
+    ids = [] if ended else [END]
+    for item in new:
+        ids += [BEGIN, *encode(_said_by_others(item), width=width), END]
     return [*ids, BEGIN, *encode("assistant\n", width=width)]
 
 

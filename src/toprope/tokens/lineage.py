@@ -29,6 +29,8 @@ FIRST_CALL: Final = "first_call"
 CONTINUES_NOTHING: Final = "continues_nothing"
 LONGEST_PREFIX: Final = "longest_prefix"
 INTERCHANGEABLE: Final = "interchangeable"
+TOKEN_IN: Final = "token_in"
+"""The engine was given the parent's ids, and the parent was found by items: such ids prove nothing by themselves."""
 UNRECORDED_TURN: Final = "unrecorded_turn"
 HISTORY_REWRITTEN: Final = "history_rewritten"
 AMBIGUOUS_PARENT: Final = "ambiguous_parent"
@@ -253,6 +255,11 @@ class LineageHistory:
             return True
         return not parent_seen(node).missing(asked.all())
 
+    def begun_by(self, call_id: str, prompt: NDArray[np.uint32]) -> _Node | None:
+        """That call, if it is recorded and `prompt` begins with its ids; else None."""
+        node = self._nodes.get(call_id)
+        return node if self._is_begun_by(prompt, node) else None
+
     def prompt_hash(self, parent: _Node | None, prompt: NDArray[np.uint32]) -> ChainHash:
         """The chain hash state of `prompt`, which begins with `parent`'s ids if there is one."""
         if parent is None:
@@ -331,8 +338,26 @@ def decide(
     return decide_asked(history, history.asked_by(request_items), as_ids(prompt_ids, "prompt_token_ids"))
 
 
-def decide_asked(history: LineageHistory, asked: Asked, prompt: NDArray[np.uint32]) -> ParentChoice:
-    """`decide` for a request whose marks are known already."""
+def decide_asked(
+    history: LineageHistory, asked: Asked, prompt: NDArray[np.uint32], *, continues: str | None = None
+) -> ParentChoice:
+    """`decide` for a request whose marks are known already.
+
+    `continues` names the recorded call whose ids the engine was given because its items are the request's: that call
+    is the parent, or none is.
+    """
+    if continues is not None:
+        given = history.begun_by(continues, prompt)
+        if given is None:
+            return _orphan(history, prompt, "unresolved", UNRECORDED_TURN, asked)
+        return ParentChoice(
+            decision="resolved",
+            parent_call_id=continues,
+            reason=TOKEN_IN,
+            prompt_hash=history.prompt_hash(given, prompt),
+            suffix_start=given.cum_len,
+            asked=asked,
+        )
     if len(history) == 0 and history.first_request_is_accounted_for(asked.all()):
         return _orphan(history, prompt, "root", FIRST_CALL, asked)
     found = history.candidates(prompt)

@@ -8,10 +8,12 @@ ids that the records hold. What a row looks like (`project`) and where it goes (
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+from toprope.tokens.entry import TokenEntry
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 from toprope.trajectory import reasons
 from toprope.trajectory.evidence import Call, Evidence, read
@@ -45,6 +47,7 @@ class Metrics:
     terminal_call_id: str | None
     terminal_reason: str | None
     truncated: bool
+    token_in: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def delivered_fraction(self) -> float:
@@ -265,7 +268,23 @@ def _metrics(case: _Case, traces: tuple[Trace, ...], found: tuple[str, ...]) -> 
         terminal_call_id=last,
         terminal_reason=next((name for name in found if name.startswith("terminal_")), None),
         truncated=any(reasons.bare(reason) == "truncated" for reason in case.snapshot.reasons),
+        token_in=_token_in(case.snapshot.entries),
     )
+
+
+def _token_in(entries: Iterable[TokenEntry]) -> dict[str, Any]:
+    """Calls by what their prompts were (`exact`, `first`, `fallback:<reason>`), and what was forgiven of histories;
+    empty where token-in was not for them."""
+    notes = {e.model_call_id: n for e in entries if isinstance(n := e.extra.get("token_in"), Mapping)}
+    if not notes:
+        return {}
+    calls: Counter[str] = Counter()
+    forgiven: Counter[str] = Counter()
+    for note in notes.values():
+        why = note.get("fallback")
+        calls[f"fallback:{why}" if why else "exact" if "after" in note else "first"] += 1
+        forgiven.update(note.get("forgiven") or {})
+    return {"calls": dict(sorted(calls.items())), "forgiven": dict(sorted(forgiven.items()))}
 
 
 def metrics_json(metrics: Metrics, mask_reasons: tuple[str, ...]) -> dict[str, Any]:
@@ -291,4 +310,6 @@ def metrics_json(metrics: Metrics, mask_reasons: tuple[str, ...]) -> dict[str, A
     }
     if metrics.truncated:
         out["truncated"] = True
+    if metrics.token_in:
+        out["token_in"] = dict(metrics.token_in)
     return out

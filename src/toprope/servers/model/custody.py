@@ -22,6 +22,7 @@ from toprope.servers.model.call import ModelCall
 from toprope.servers.model.engines.base import EngineReply, LogprobsMode
 from toprope.servers.model.replies import reply_details
 from toprope.servers.model.retries import NOT_SENT
+from toprope.servers.model.token_in.supply import Supply
 from toprope.tokens.behaviour import differing
 from toprope.tokens.entry import WeightSpan
 
@@ -79,6 +80,7 @@ class Custody:
         *,
         client_gone: bool = False,
         weights: tuple[WeightSpan, ...] = (),
+        supply: Supply | None = None,
     ) -> None:
         """On return the call is durable, or the rollout is marked incomplete with the reason."""
         if not call.captured or call.rollout_id is None:
@@ -106,6 +108,8 @@ class Custody:
                 client_gone=client_gone,
                 weight_versions=weights,
                 reply=reply_details(made),
+                token_in={} if supply is None else supply.note,
+                continues=None if supply is None else supply.parent,
             )
         )
 

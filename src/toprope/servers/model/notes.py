@@ -13,6 +13,7 @@ from toprope.http.request import Request
 from toprope.protocol.headers import CLIENT_SESSION
 from toprope.servers.model.call import ModelCall
 from toprope.servers.model.engines.base import Dialect, EngineReply
+from toprope.servers.model.token_in.supply import Supply
 from toprope.telemetry.calls import CallLog, ModelCallRecord
 
 
@@ -32,6 +33,7 @@ class CallNotes:
         first_token: float | None = None,
         client_gone: bool = False,
         replay_of: str | None = None,
+        supply: Supply | None = None,
     ) -> None:
         """A call that has its reply, from the engine or from the record."""
         self._write(
@@ -46,6 +48,8 @@ class CallNotes:
             time_to_first_token=None if first_token is None else max(0.0, first_token - call.started),
             client_gone=client_gone,
             replay_of=replay_of,
+            token_in=None if supply is None else supply.outcome,
+            forgiven={} if supply is None else dict(supply.forgiven),
         )
 
     def broken(

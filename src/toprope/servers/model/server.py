@@ -27,7 +27,7 @@ from toprope.servers.model.admin import Admin, StaleRollouts
 from toprope.servers.model.budgets import Budgets, ReadRecord, RolloutLimits
 from toprope.servers.model.call import ModelCall
 from toprope.servers.model.custody import Custody, abort_reason
-from toprope.servers.model.engines.base import Dialect, Engine, EngineReply, NamesModel
+from toprope.servers.model.engines.base import ContinuesTurns, Dialect, Engine, EngineReply, NamesModel
 from toprope.servers.model.identity import SESSION_ROUTE, IdentityPlaces
 from toprope.servers.model.notes import CallNotes
 from toprope.servers.model.reading import CallReader
@@ -35,6 +35,7 @@ from toprope.servers.model.repeats import Repeats
 from toprope.servers.model.replies import pivot_reply, recorded_reply, render_error, render_reply, stream_writer
 from toprope.servers.model.retries import NOT_SENT
 from toprope.servers.model.streams import HeldStream, TurnStream
+from toprope.servers.model.token_in.supply import TokenIn, TokenInMode
 from toprope.servers.model.turns import Turns
 from toprope.servers.model.weights import WeightVersions
 from toprope.telemetry.calls import CallLog
@@ -47,7 +48,9 @@ class ModelServer:
     further places of an identity (`header`, `api_key`, `session_path`), `capture_unprefixed` captures calls that were
     identified there. `return_token_ids` gives every caller the token triple, as native agents want it. `budget` bounds
     each rollout. `api_key` is asked of every caller, `admin_key` of a trainer. `limits.drain_s` also bounds how long a
-    captured call goes on whose client left; a stream that is silent for `keep_alive_s` says so.
+    captured call goes on whose client left; a stream that is silent for `keep_alive_s` says so. `token_in` builds a
+    captured turn from the recorded ids of the one before, where the engine takes them: `auto` lets the engine render
+    what cannot be built so, `required` refuses it; `token_in_renderer` renders what is new, where the engine cannot.
 
     Subclasses override `chat_completions`, `responses` or `messages` (calling `super()` or `answer`), the hooks
     `before_call` and `after_call`, or `routes`; `current_rollout_id()` answers in all of them.
@@ -71,6 +74,8 @@ class ModelServer:
         api_key: str | None = None,
         admin_key: str | None = None,
         keep_alive_s: float = 15.0,
+        token_in: TokenInMode = "auto",
+        token_in_renderer: ContinuesTurns | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         if api_key is not None and "api_key" in identity:
@@ -92,9 +97,11 @@ class ModelServer:
         self._stale = StaleRollouts(recorder if admin_key is not None else None)
         self._clock = clock
         self._keep_alive_s = keep_alive_s
+        self._token_in = TokenIn(token_in, server=name, engine=engine, recorder=recorder, renderer=token_in_renderer)
         self._turns = Turns(
             engine=engine,
             custody=self._custody,
+            token_in=self._token_in,
             repeats=self._repeats,
             notes=self._notes,
             weights=self.weights,
@@ -109,12 +116,20 @@ class ModelServer:
             name=name,
             role="model",
             routes=[*(self._guarded(route) for route in self.routes()), *admin.routes()],
-            startup=engine.start,
+            startup=self._start,
             shutdown=engine.close,
             limits=limits,
             api_key=api_key,
             render_error=self.render_error,
         )
+
+    async def _start(self) -> None:
+        await self.engine.start()
+        try:
+            self._token_in.check()
+        except ConfigError:
+            await self.engine.close()
+            raise
 
     # What a subclass may replace
 

@@ -26,6 +26,7 @@ from toprope.servers.model.notes import CallNotes
 from toprope.servers.model.repeats import Repeats
 from toprope.servers.model.replies import finished, response_id
 from toprope.servers.model.retries import CLIENT_GONE
+from toprope.servers.model.token_in.supply import Supply, TokenIn, obeyed
 from toprope.servers.model.weights import WeightVersions
 
 log = logging.getLogger(__name__)
@@ -40,10 +41,11 @@ AfterCall = Callable[[ModelCall, EngineReply], Awaitable[None]]
 class Turn:
     """One call under way. `first_token` is when its first delta came, in seconds since 1970; `gone`: its client left.
 
-    `deltas` are those that nobody took yet; `wake` is called when there is something new.
+    `deltas` are those that nobody took yet; `wake` is called when there is something new; `supply` is the prompt ids
+    that it was given.
     """
 
-    __slots__ = ("call", "clock", "deltas", "first_token", "gone", "late", "task", "wake")
+    __slots__ = ("call", "clock", "deltas", "first_token", "gone", "late", "supply", "task", "wake")
 
     def __init__(self, call: ModelCall, clock: Callable[[], float]) -> None:
         self.call = call
@@ -52,6 +54,7 @@ class Turn:
         self.first_token: float | None = None
         self.gone = False
         self.late = False
+        self.supply: Supply | None = None
         self.task: asyncio.Task[EngineReply] | None = None
         self.wake: Callable[[], None] | None = None
 
@@ -73,6 +76,7 @@ class Turns:
         *,
         engine: Engine,
         custody: Custody,
+        token_in: TokenIn,
         repeats: Repeats,
         notes: CallNotes,
         weights: WeightVersions,
@@ -84,6 +88,7 @@ class Turns:
     ) -> None:
         self._engine = engine
         self._custody = custody
+        self._token_in = token_in
         self._repeats = repeats
         self._notes = notes
         self._weights = weights
@@ -152,7 +157,7 @@ class Turns:
         self.running += 1
         try:
             made = await self._generate(turn)
-            self._notes.answered(call, made, first_token=turn.first_token, client_gone=turn.gone)
+            self._notes.answered(call, made, first_token=turn.first_token, client_gone=turn.gone, supply=turn.supply)
         except BaseException as error:
             self._notes.broken(call, error, first_token=turn.first_token, client_gone=turn.gone)
             raise
@@ -168,17 +173,19 @@ class Turns:
 
     async def _generate(self, turn: Turn) -> EngineReply:
         call = turn.call
-        asked = EngineRequest(
-            call.request,
-            call.call_id,
-            call.session,
-            call.want_tokens,
-            call.dialect,
-            call.body,
-            turn.emit if call.stream else None,
-        )
         try:
-            made = await self._engine.generate(asked)
+            supply = turn.supply = await self._token_in.supply(call)
+            asked = EngineRequest(
+                call.request,
+                call.call_id,
+                call.session,
+                call.want_tokens,
+                call.dialect,
+                call.body,
+                turn.emit if call.stream else None,
+                None if supply is None else supply.prompt_token_ids,
+            )
+            made = obeyed(await self._engine.generate(asked), supply)
         except BaseException as error:
             await self._custody.abort(call, DRAIN_BOUND if turn.late else abort_reason(error))
             raise
@@ -190,6 +197,7 @@ class Turns:
             response_id(call),
             client_gone=turn.gone,
             weights=self._weights.spans(call.began_under, generated),
+            supply=supply,
         )
         return made
 

@@ -7,7 +7,7 @@ server) and what a token record is (`toprope.tokens`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -81,6 +81,40 @@ class EngineReply:
     logprobs: Mapping[str, Any] | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     losses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NextTurn:
+    """A call whose prompt is to begin with recorded ids: what the parent was given and what it sampled.
+
+    `items` are all of the request's in prompt order, the first `tail` of them through the parent's turn; the rest is
+    new, nothing of it the model's. `prompt_token_ids` (P,) and `generation_token_ids` (G,) uint32 are the parent's;
+    `cut` says that a limit ended it.
+    """
+
+    request: ResponsesRequest
+    items: tuple[Item, ...]
+    tail: int
+    prompt_token_ids: NDArray[np.uint32]
+    generation_token_ids: NDArray[np.uint32]
+    cut: bool
+
+
+class CannotContinue(Exception):
+    """The ids that follow a recorded turn cannot be told. `reason` is one word; the text says more."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.reason = reason
+
+
+@runtime_checkable
+class ContinuesTurns(Protocol):
+    """Optional: who can say what follows a recorded turn: an engine that accepts token prompts, or a renderer."""
+
+    async def next_turn(self, turn: NextTurn) -> Sequence[int]:
+        """The ids after the parent's prompt and generation: what closes its turn and was not sampled, the new items,
+        the head of the turn to generate. Raises `CannotContinue` where that is not certain."""
 
 
 class StreamDied(EngineUnavailable):

@@ -81,6 +81,8 @@ class ChatEndpoint:
             self.peer = client.peer(self.base_url, None, api_key=api_key)
         except ValueError as error:
             raise ConfigError(f"base_url: {error}") from error
+        # vLLM's own routes are beside its /v1.
+        self._root = client.peer(self.base_url.removesuffix("/v1"), None, api_key=api_key)
         self._bounds = bounds
         self._pause = pause
 
@@ -102,6 +104,25 @@ class ChatEndpoint:
             raise self._unusable(error) from error
         data = body.get("data") if isinstance(body, dict) else None
         return [entry for entry in data if isinstance(entry, dict)] if isinstance(data, list) else []
+
+    async def tokenize(self, body: dict[str, Any]) -> list[int]:
+        """The ids of vLLM's `POST /tokenize`. Raises `EngineError` with the provider's words, or naming the URL."""
+        try:
+            reply = await self._root.request("POST", "/tokenize", body=write_object(body), timeout_s=30.0)
+        except TransportError as error:
+            raise self._unanswered(error) from error
+        except PeerError as error:
+            raise self._unusable(error) from error
+        if reply.status >= 400:
+            raise provider_error(reply)
+        try:
+            told = reply.json()
+        except PeerError as error:
+            raise self._unusable(error) from error
+        ids = told.get("tokens") if isinstance(told, dict) else None
+        if not isinstance(ids, list) or not all(isinstance(token, int) for token in ids):
+            raise EngineUnavailable(f"{self.base_url}: /tokenize answered without a list of token ids")
+        return ids
 
     async def complete(
         self, body: dict[str, Any], headers: Mapping[str, str], *, keep_logprobs: bool = False

@@ -23,9 +23,10 @@ from typing import Any
 from toprope.errors.tree import EngineUnavailable, ModelRejected
 from toprope.http.client import Client
 from toprope.http.peer import MAX_REPLY_BYTES
-from toprope.servers.model.engines.base import Capabilities, EngineRequest, LogprobsMode
+from toprope.servers.model.engines.base import Capabilities, EngineRequest, LogprobsMode, NextTurn
 from toprope.servers.model.engines.chat_endpoint import ChatEndpoint
 from toprope.servers.model.engines.openai import OpenAIEngine, pin_tokens
+from toprope.servers.model.engines.vllm_turns import TurnTails
 from toprope.tokens.entry import BadRecord, as_log_probs
 from toprope.wire.chat import ChatReply
 
@@ -87,6 +88,7 @@ class VllmEngine(OpenAIEngine):
         )
         self.max_model_len: int | None = None
         self._probe_timeout_s = probe_timeout_s
+        self._tails = TurnTails(self._tokenize, reasoning_field)
 
     async def start(self) -> None:
         """On return every replica returned exact ids for a tiny call, plain and streamed, and `capabilities` say
@@ -100,6 +102,17 @@ class VllmEngine(OpenAIEngine):
         if self.capabilities.accepts_token_prompt and not accepts:
             log.warning("%s: prompts cannot be given as ids here; token-in is off", self.base_url)
         self.capabilities = replace(self.capabilities, accepts_token_prompt=accepts)
+
+    async def next_turn(self, turn: NextTurn) -> list[int]:
+        """What follows a recorded turn, for token-in, told by the server's own tokeniser and template.
+
+        Raises `CannotContinue` where that is not certain, `EngineError` where `/tokenize` does not answer.
+        """
+        return await self._tails.after(turn)
+
+    async def _tokenize(self, body: dict[str, Any]) -> list[int]:
+        asked = {"model": self.model or self._only_model, **body}
+        return await self._replicas.run(None, lambda endpoint: endpoint.tokenize(asked))
 
     def _pins(self, request: EngineRequest) -> bool:
         return request.want_tokens or request.prompt_token_ids is not None

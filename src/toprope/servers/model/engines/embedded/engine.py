@@ -19,9 +19,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from toprope.errors.tree import ConfigError, EngineError, EngineUnavailable, ModelContextLength, ModelRejected
-from toprope.servers.model.engines.base import Capabilities, EngineReply, EngineRequest, SampledTokens, Usage
+from toprope.servers.model.engines.base import (
+    CannotContinue,
+    Capabilities,
+    EngineReply,
+    EngineRequest,
+    NextTurn,
+    SampledTokens,
+    Usage,
+)
 from toprope.servers.model.engines.embedded.batch import Batch
 from toprope.servers.model.engines.embedded.forward import Cache, Forward, NumpyForward, new_cache
 from toprope.servers.model.engines.embedded.grammar import Grammars
@@ -34,6 +43,7 @@ from toprope.servers.model.engines.embedded.template import (
     Function,
     functions,
     item_text,
+    next_turn_ids,
     prompt_ids,
     turn_text,
     turns,
@@ -89,6 +99,7 @@ class _Parts:
     grammars: Grammars
     memory: TurnMemory
     batch: Batch[_Job]
+    size: int
 
 
 class EmbeddedEngine:
@@ -100,7 +111,7 @@ class EmbeddedEngine:
     a value out of range.
     """
 
-    capabilities = Capabilities(returns_ids=True, streams_ids=True, logprobs_mode="raw")
+    capabilities = Capabilities(returns_ids=True, accepts_token_prompt=True, streams_ids=True, logprobs_mode="raw")
 
     def __init__(
         self,
@@ -173,6 +184,16 @@ class EmbeddedEngine:
             if outlet is not None:
                 outlet.close()
 
+    async def next_turn(self, turn: NextTurn) -> list[int]:
+        """What follows a recorded turn, for token-in. Raises `CannotContinue` for items that cannot be written."""
+        if self._parts is None:
+            raise EngineUnavailable("The embedded engine is not running.")
+        try:
+            # The vocabulary is read-only, so that this needs no turn on the engine's thread.
+            return next_turn_ids(turn.items[turn.tail :], turn.generation_token_ids.tolist(), self._parts.vocabulary)
+        except ModelRejected as error:
+            raise CannotContinue("items_not_written", error.message) from error
+
     async def close(self) -> None:
         """On return the thread has ended and the model is released; open requests got `EngineUnavailable`."""
         if self._thread is None:
@@ -212,7 +233,8 @@ class EmbeddedEngine:
         batch: Batch[_Job] = Batch(
             self._forward(weights, cache), cache, _KEPT_TOKENS, lambda job: job.reply.cancelled()
         )
-        return _Parts(vocabulary, Grammars(vocabulary, weights.shape.vocabulary), TurnMemory(), batch)
+        size = weights.shape.vocabulary
+        return _Parts(vocabulary, Grammars(vocabulary, size), TurnMemory(), batch, size)
 
     def _forward(self, weights: Weights, cache: Cache) -> Forward:
         if self._backend == "numpy":
@@ -296,7 +318,8 @@ class EmbeddedEngine:
         def recall(prompt: Any, text: str) -> tuple[int, ...] | None:
             return None if session is None else parts.memory.get(session, prompt, text)
 
-        prompt = prompt_ids(turns(asked), parts.vocabulary, recall)
+        given = request.prompt_token_ids
+        prompt = prompt_ids(turns(asked), parts.vocabulary, recall) if given is None else _known(given, parts)
         room = self.context - len(prompt)
         if room < 1:
             raise ModelContextLength(
@@ -363,6 +386,16 @@ def forced_functions(request: ResponsesRequest) -> tuple[Function, ...]:
     raise ModelRejected(
         f"tool_choice is {choice!r}; the embedded engine takes 'auto', 'none', 'required' or a function by name."
     )
+
+
+def _known(given: NDArray[np.uint32], parts: _Parts) -> list[int]:
+    """A prompt of ids. Raises `ModelRejected` for one that is empty or holds an id that the model does not have."""
+    if not len(given) or int(given.max()) >= parts.size:
+        raise ModelRejected(
+            f"A prompt of ids needs at least one, each below {parts.size}; got {len(given)} ids"
+            + (f", the largest {int(given.max())}." if len(given) else ".")
+        )
+    return [int(token) for token in given]
 
 
 def _fail(job: _Job, error: Exception) -> None:

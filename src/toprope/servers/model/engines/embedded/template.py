@@ -10,7 +10,7 @@ assistant turn has (`Recall`), what a reply's text means (`replies`).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,8 +113,21 @@ def _content_text(content: Any) -> str:
 
 def turns(request: ResponsesRequest) -> list[Turn]:
     """The conversation in turns, a system turn first. Raises `ModelRejected` for an item that cannot be written."""
+    found = item_turns(request.input)
+    if request.instructions is not None:
+        found.insert(0, Turn("system", (request.instructions,)))
+    elif not found or found[0].role != "system":
+        found.insert(0, Turn("system", (DEFAULT_SYSTEM,)))
+    tools = functions(request)
+    if tools:
+        found[0] = Turn("system", (found[0].text + _tools_text(tools),))
+    return found
+
+
+def item_turns(items: Iterable[Item]) -> list[Turn]:
+    """Items in turns, and nothing else. Raises `ModelRejected` as `turns`."""
     found: list[Turn] = []
-    for item in request.input:
+    for item in items:
         kind = item.get("type", "message")
         if kind == "reasoning":
             continue
@@ -133,13 +146,6 @@ def turns(request: ResponsesRequest) -> list[Turn]:
             found[-1] = Turn(role, (*found[-1].parts, item_text(item)))
         else:
             found.append(Turn(role, (item_text(item),)))
-    if request.instructions is not None:
-        found.insert(0, Turn("system", (request.instructions,)))
-    elif not found or found[0].role != "system":
-        found.insert(0, Turn("system", (DEFAULT_SYSTEM,)))
-    tools = functions(request)
-    if tools:
-        found[0] = Turn("system", (found[0].text + _tools_text(tools),))
     return found
 
 
@@ -166,9 +172,30 @@ def prompt_ids(conversation: Sequence[Turn], vocabulary: Vocabulary, recall: Rec
         if turn.role == "assistant":
             _add_assistant(ids, turn, vocabulary, recall, header, newline)
         else:
-            role, text = ("user", turn.text + _ASK) if turn.role == "tool" else (turn.role, turn.text)
-            ids += [TURN_START, *vocabulary.encode(f"{role}\n{text}"), TURN_END, *newline]
+            ids += _others_turn(turn, vocabulary, newline)
     return ids + header
+
+
+def next_turn_ids(new: Iterable[Item], sampled: Sequence[int], vocabulary: Vocabulary) -> list[int]:
+    """What follows the `sampled` ids of an assistant turn in the next prompt, if others then said `new`.
+
+    Raises `ModelRejected` as `turns`.
+    """
+    newline = vocabulary.encode("\n")
+    ids = _closing(sampled, newline)
+    for turn in item_turns(new):
+        ids += _others_turn(turn, vocabulary, newline)
+    return [*ids, TURN_START, *vocabulary.encode("assistant\n")]
+
+
+def _others_turn(turn: Turn, vocabulary: Vocabulary, newline: list[int]) -> list[int]:
+    role, text = ("user", turn.text + _ASK) if turn.role == "tool" else (turn.role, turn.text)
+    return [TURN_START, *vocabulary.encode(f"{role}\n{text}"), TURN_END, *newline]
+
+
+def _closing(sampled: Sequence[int], newline: list[int]) -> list[int]:
+    """What closes a turn and was not sampled: the newline, after a cut also the end of the turn."""
+    return [*([] if len(sampled) and sampled[-1] in STOP_IDS else [TURN_END]), *newline]
 
 
 def _add_assistant(
@@ -180,7 +207,7 @@ def _add_assistant(
         for size in range(len(parts), 0, -1):
             sampled = recall(ids + header, turn_text(parts[:size]))
             if sampled is not None:
-                ids += [*header, *sampled, *([] if sampled[-1:] and sampled[-1] in STOP_IDS else [TURN_END]), *newline]
+                ids += [*header, *sampled, *_closing(sampled, newline)]
                 parts = parts[size:]
                 break
         else:
