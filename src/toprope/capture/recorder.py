@@ -87,8 +87,9 @@ class Recorder:
     `reader` reads the same custody; without it every decision is left to the builder and prompts are stored whole.
     `on_capture_error`: `mask` (a call never fails for its record, its rollout is masked) or `fail` (it raises
     `CaptureError`). `max_ids` bounds the memory of the index, in token ids over all rollouts. `notes` says in plain
-    sentences what this sink cannot do, for the start-up log. Raises `ConfigError` for a sink that cannot say that a
-    call was lost. Closes nothing that it was given.
+    sentences what this sink cannot do, for the start-up log; `forget_listeners` are told the keys that ended, as far as
+    this process learns of it. Raises `ConfigError` for a sink that cannot say that a call was lost. Closes nothing that
+    it was given.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Recorder:
         self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()
         self._ids = 0
         self._running: set[asyncio.Task[None]] = set()
+        self.forget_listeners: list[Callable[[str], None]] = []
         self._listeners: list[Callable[[str], None]] | None = getattr(sink, "freeze_listeners", None)
         if self._listeners is not None:
             self._listeners.append(self.forget)
@@ -191,7 +193,12 @@ class Recorder:
         return rollout is not None and rollout.shared
 
     def forget(self, key: str) -> None:
-        """Let go of the memory of a rollout that ended."""
+        """Let go of the memory of a rollout that ended, here and with those who listen."""
+        self._let_go(key)
+        for listener in self.forget_listeners:
+            listener(key)
+
+    def _let_go(self, key: str) -> None:
         rollout = self._rollouts.pop(key, None)
         if rollout is not None:
             self._ids -= rollout.size
@@ -311,7 +318,7 @@ class Recorder:
             rollout = self._rollouts[key] = _Rollout()
             rollout.shared = self._begin is None
             if len(self._rollouts) > _MAX_ROLLOUTS:
-                self.forget(next(iter(self._rollouts)))
+                self._let_go(next(iter(self._rollouts)))
         self._rollouts.move_to_end(key)
         return rollout
 
@@ -347,7 +354,7 @@ class Recorder:
         rollout.size += ids
         self._ids += ids
         while self._ids > self._max_ids and len(self._rollouts) > 1:
-            self.forget(next(iter(self._rollouts)))
+            self._let_go(next(iter(self._rollouts)))
 
     async def _whatever_happens(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)

@@ -371,6 +371,23 @@ async def test_a_reader_that_fails_leaves_the_decision_to_the_builder() -> None:
     assert [e.parent_resolution_reason for e in (await store.freeze("k")).entries] == [DEFERRED]
 
 
+async def test_who_listens_is_told_of_a_rollout_that_ended_and_of_none_that_only_made_room() -> None:
+    store, ended = MemoryStore(), list[str]()
+    recorder = Recorder(store, reader=store, max_ids=1)
+    recorder.forget_listeners.append(ended.append)
+    for key in ("a", "b"):
+        await recorder.begin(key, "c1")
+        await recorder.record(evidence("c1", key=key))
+    assert (list(recorder._rollouts), ended) == (["b"], [])
+    await store.freeze("a")
+    assert ended == ["a"]
+    elsewhere = Recorder(store, reader=store)  # another process learns of it from its next call
+    elsewhere.forget_listeners.append(ended.append)
+    with pytest.raises(CaptureClosed):
+        await elsewhere.begin("a", "c2")
+    assert ended == ["a", "a"]
+
+
 async def test_freezing_lets_the_index_go() -> None:
     store, talk = MemoryStore(), Conversation()
     recorder = Recorder(store, reader=store)

@@ -198,6 +198,21 @@ def test_what_is_held_stays_within_its_bound_and_the_oldest_goes_first() -> None
     assert memory.held_bytes == 0
 
 
+def test_a_rollout_that_ended_leaves_nothing_and_takes_nothing_of_others_along() -> None:
+    carry = Counting()
+    memory = RequestMemory(carry)
+    for dialect in ("chat", "responses"):
+        for key in ("a", "b"):
+            memory.read(dialect, key, text_of({"messages": [user(FILLER)], "input": [user(FILLER)]}))
+    held = memory.held_bytes
+    memory.forget("a")
+    memory.forget("a")
+    memory.forget("never seen")
+    assert memory.held_bytes == held // 2
+    memory.forget("b")
+    assert memory.held_bytes == 0
+
+
 # -- every edit -----------------------------------------------------------------------------------------------------
 
 words = st.sampled_from(

@@ -43,6 +43,8 @@ class CallReader:
         self._weights = weights
         self._arguments = SampledArguments(recorder)
         self._memory = RequestMemory(_marked)
+        if recorder is not None:
+            recorder.forget_listeners.append(self._memory.forget)
         self._return_token_ids = return_token_ids
 
     async def read(self, dialect: Dialect, request: Request, call_id: str, started: float) -> ModelCall:
