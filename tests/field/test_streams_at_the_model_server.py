@@ -12,7 +12,7 @@ import pytest
 from tests.unit.model.wire import ASK, ENDS, Wire, events
 
 from toprope.http.app import Limits
-from toprope.testing.upstream import ScriptedUpstream, completion
+from toprope.testing.upstream import ScriptedUpstream, UpstreamReply, completion
 from toprope.testing.upstream_stream import UpstreamStream, chunk, stream, streamed, usage_chunk
 from toprope.trajectory.build import Trainable, build
 
@@ -354,3 +354,52 @@ async def _status(wire, path, body):
     call = await wire.call(CAPTURED + path, body)
     await call.end()
     return call.status
+
+
+@pytest.mark.parametrize("with_stream", [False, True])
+@pytest.mark.parametrize("met", ["END", 2, None])
+async def test_the_stop_string_that_an_engine_names_is_the_stop_sequence_of_a_message(model_bench, with_stream, met):
+    body = json.loads(completion({"role": "assistant", "content": "so"}, **tokens([1, 10], [50, 2])).body)
+    body["choices"][0]["stop_reason"] = met
+    whole = UpstreamReply(json.dumps(body).encode())
+    last = chunk({}, finish_reason="stop")
+    last["choices"][0]["stop_reason"] = met
+    pieces = [chunk({"content": "so"}, token_ids=[50, 2], prompt_token_ids=[1, 10], log_probs=[-0.1, -0.2]), last]
+    upstream = ScriptedUpstream(answer=lambda request: stream(pieces) if request.json().get("stream") else whole)
+    async with model_bench(upstream) as bench:
+        call = await wire_of(bench).ask(
+            "messages", stream=with_stream, prefix=CAPTURED, more={"stop_sequences": ["END"]}
+        )
+        said = await call.end()
+        told = json.loads(dict(events(said))["message_delta"])["delta"] if with_stream else json.loads(said)
+        again = await wire_of(bench).ask(
+            "messages",
+            stream=with_stream,
+            prefix=CAPTURED,
+            more={"stop_sequences": ["END"]},
+            x_stainless_retry_count="1",
+        )
+        assert (await again.end()).count(b"END") == said.count(b"END"), "a retry is told the same"
+    wanted = ("stop_sequence", "END") if met == "END" else ("end_turn", None)
+    assert (told["stop_reason"], told["stop_sequence"]) == wanted
+
+
+async def test_a_stream_whose_engine_counts_nothing_ends_with_counts_that_no_call_can_have(model_bench):
+    upstream = ScriptedUpstream(
+        answer=lambda request: stream([chunk({"content": "so"}), chunk({}, finish_reason="stop")])
+    )
+    async with model_bench(upstream) as bench:
+        wire = wire_of(bench)
+        told = {}
+        for dialect in DIALECTS:
+            call = await wire.ask(
+                dialect,
+                stream=True,
+                prefix="/ng-rollout/r",
+                more={"stream_options": {"include_usage": True}} if dialect == "chat" else {},
+            )
+            told[dialect] = events(await call.end())
+    completed = json.loads(dict(told["responses"])["response.completed"])["response"]
+    assert (completed["usage"]["input_tokens"], completed["usage"]["total_tokens"]) == (0, 0)
+    assert json.loads(dict(told["messages"])["message_delta"])["usage"]["input_tokens"] == 0
+    assert json.loads(told["chat"][-2][1])["usage"] is None

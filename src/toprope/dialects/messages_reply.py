@@ -33,7 +33,7 @@ def messages_reply(reply: PivotReply) -> dict[str, Any]:
     return {
         **message_begun(reply_id=reply.reply_id, model=reply.model),
         "content": blocks_from_items(reply.output),
-        "stop_reason": stop_reason(reply),
+        **stopped(reply),
         "usage": messages_usage(reply.usage),
         **(reply.tokens or {}),
     }
@@ -98,10 +98,17 @@ def arguments_object(arguments: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {RAW_ARGUMENTS: text}
 
 
-def stop_reason(reply: PivotReply) -> StopReason:
-    """Why the message ended. A turn with calls that ended by itself waits for their results, whatever it was called."""
-    called = any(item.get("type") == "function_call" for item in reply.output)
-    return "tool_use" if called and reply.finish_reason == "stop" else _STOP[reply.finish_reason]
+def stopped(reply: PivotReply) -> dict[str, Any]:
+    """`stop_reason` and `stop_sequence`: why the message ended, and at which stop string where the engine said it.
+
+    A turn with calls that ended by itself waits for their results, whatever it was called.
+    """
+    reason, met = _STOP[reply.finish_reason], reply.extra.get("stop_sequence")
+    if reply.finish_reason == "stop" and any(item.get("type") == "function_call" for item in reply.output):
+        reason = "tool_use"
+    if reason == "end_turn" and isinstance(met, str):
+        return {"stop_reason": "stop_sequence", "stop_sequence": met}
+    return {"stop_reason": reason, "stop_sequence": None}
 
 
 def messages_usage(usage: Usage) -> dict[str, Any]:

@@ -117,6 +117,17 @@ def responses_reply(reply: PivotReply, request: ResponsesRequest) -> dict[str, A
     }
 
 
+UNCOUNTED: Mapping[str, Any] = {
+    "input_tokens": 0,
+    "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+    "output_tokens": 0,
+    "output_tokens_details": {"reasoning_tokens": 0},
+    "total_tokens": 0,
+}
+"""The usage that ends a stream of unknown counts. No call has a prompt of 0 tokens, so nobody takes it for a count; a
+program that finds none there (opencode 1.18) asks again for ever."""
+
+
 def response_begun(request: ResponsesRequest, *, reply_id: str, model: str, created: int) -> dict[str, Any]:
     """A Response object of which nothing was sampled yet, as the first events of a stream carry it."""
     return {

@@ -24,7 +24,7 @@ from toprope.dialects.messages_reply import (
     message_begun,
     messages_usage,
     signature_of,
-    stop_reason,
+    stopped,
     thought_blocks,
     tool_block,
 )
@@ -74,7 +74,7 @@ class MessagesStream:
             elif rest:
                 raise StreamContradiction(f"item {item.index} has ended, and the finished one says more")
         out += [self._whole(index, output[index]) for index in range(len(sent), len(output))]
-        delta = {"stop_reason": stop_reason(reply), "stop_sequence": None, **(reply.tokens or {})}
+        delta = {**stopped(reply), **(reply.tokens or {})}
         out.append(_event("message_delta", delta=delta, usage=messages_usage(reply.usage)))
         out.append(_event("message_stop"))
         return b"".join(out)

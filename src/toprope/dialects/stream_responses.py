@@ -22,7 +22,7 @@ from toprope.dialects.emitted import (
     rest_of,
 )
 from toprope.dialects.pivot import PivotReply
-from toprope.dialects.responses import output_with_tokens, response_begun, responses_reply
+from toprope.dialects.responses import UNCOUNTED, output_with_tokens, response_begun, responses_reply
 from toprope.wire.responses import Item, ResponsesRequest
 
 Event = dict[str, Any]
@@ -71,6 +71,8 @@ class ResponsesStream:
     def finish(self, reply: PivotReply) -> bytes:
         """The rest of every item, done events, and `response.completed` or `response.incomplete`."""
         response = responses_reply(reply, self._request)
+        if response["usage"] is None:
+            response["usage"] = UNCOUNTED
         return self._write(self._last_events(reply, response))
 
     def _last_events(self, reply: PivotReply, response: Mapping[str, Any]) -> Iterator[Event]:

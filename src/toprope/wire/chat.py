@@ -81,6 +81,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs | None = None
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
+    stop_reason: Any = None
 
 
 class _Reply(msgspec.Struct):
@@ -133,7 +134,11 @@ def read_chat_reply(data: bytes, *, keep_logprobs: bool = False) -> ChatReply:
         token_ids=parts.generation if parts else token_ids,
         log_probs=parts.log_probs if parts else log_probs,
         logprobs=_only(kept).logprobs if kept else None,
-        extra=_present(system_fingerprint=reply.system_fingerprint, service_tier=reply.service_tier),
+        extra=_present(
+            system_fingerprint=reply.system_fingerprint,
+            service_tier=reply.service_tier,
+            stop_sequence=_stop_string(choice.finish_reason, choice.stop_reason),
+        ),
         token_fault=parts.fault if parts else None,
     )
 
@@ -173,7 +178,11 @@ def read_chat_object(body: Any, *, keep_logprobs: bool = False) -> ChatReply:
         token_ids=parts.generation,
         log_probs=parts.log_probs,
         logprobs=_finite_or_null(logprobs) if keep_logprobs and isinstance(logprobs, dict) else None,
-        extra=_present(system_fingerprint=body.get("system_fingerprint"), service_tier=body.get("service_tier")),
+        extra=_present(
+            system_fingerprint=body.get("system_fingerprint"),
+            service_tier=body.get("service_tier"),
+            stop_sequence=_stop_string(choice.get("finish_reason"), choice.get("stop_reason")),
+        ),
         token_fault=parts.fault,
     )
 
@@ -264,6 +273,11 @@ def _lenient_usage(value: Any) -> Usage:
         return _usage(msgspec.convert(value, _Usage | None))
     except (msgspec.ValidationError, RecursionError):
         return Usage()
+
+
+def _stop_string(finish_reason: Any, stop_reason: Any) -> str | None:
+    """The stop string that ended a generation. vLLM says it as `stop_reason`, where a number is a stop token's id."""
+    return stop_reason if finish_reason == "stop" and isinstance(stop_reason, str) else None
 
 
 def _text(value: Any) -> str | None:
