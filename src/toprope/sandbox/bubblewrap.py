@@ -24,7 +24,7 @@ from toprope.sandbox.execute import WATCH_S
 from toprope.sandbox.gate import check_url
 from toprope.sandbox.handles import free_groups, group_name
 from toprope.sandbox.leases import Lease, LeaseDirectory, LeaseHome, read_descriptor
-from toprope.sandbox.spec import WORKDIR, Aspect, Enforcement, Report, SandboxSpec, SandboxUnavailable
+from toprope.sandbox.spec import WORKDIR, Aspect, Enforcement, Report, SandboxBusy, SandboxSpec, SandboxUnavailable
 
 _FILES = {
     "passwd": f"sandbox:x:{commands.USER}:{commands.USER}:sandbox:{WORKDIR}:/bin/sh\n"
@@ -120,7 +120,9 @@ class Bubblewrap:
     async def _host(self) -> Host:
         host, report = await self._settle()
         if host is None:
-            raise SandboxUnavailable(f"bubblewrap: {report[Aspect.FILES].note}")
+            # A missing program stays missing; a trial that failed is tried again, and may have met a busy machine.
+            missing = isinstance(_programs(self._bwrap, root=self._user is not None), str)
+            raise (SandboxUnavailable if missing else SandboxBusy)(f"bubblewrap: {report[Aspect.FILES].note}")
         return host
 
     async def _settle(self) -> tuple[Host | None, Report]:

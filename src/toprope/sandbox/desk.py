@@ -17,7 +17,7 @@ from toprope.errors.kinds import Kind
 from toprope.errors.tree import ConfigError, TopropeError
 from toprope.protocol.grants import SandboxAccess
 from toprope.sandbox.provider import BorrowedSandbox, Sandbox, SandboxProvider, reaping, require_limits
-from toprope.sandbox.spec import Limits, Report, SandboxSpec
+from toprope.sandbox.spec import NO_ROOM, Limits, Report, SandboxBusy, SandboxSpec
 
 Network = Literal["none", "model"]
 
@@ -79,9 +79,15 @@ class SandboxDesk:
     async def make(self, spec: SandboxSpec, *, lease_s: float) -> Sandbox:
         """A sandbox as `spec` says, within the terms, which lives `lease_s` seconds at most.
 
-        Each limit is the smaller of the two. Raises as `SandboxProvider.create`.
+        Each limit is the smaller of the two. Raises as `SandboxProvider.create`, and `SandboxBusy` where the machine
+        has no room for it.
         """
-        return await self._provider.create(within(spec, self._terms, lease_s))
+        try:
+            return await self._provider.create(within(spec, self._terms, lease_s))
+        except OSError as error:
+            if error.errno not in NO_ROOM:
+                raise
+            raise SandboxBusy(f"sandbox provider {self.name!r}: no room for one more: {error}") from error
 
     async def attach(self, access: SandboxAccess) -> BorrowedSandbox:
         """Borrow. Raises as `SandboxProvider.attach`."""

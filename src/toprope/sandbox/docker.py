@@ -37,6 +37,7 @@ from toprope.sandbox.spec import (
     Completed,
     Enforcement,
     Report,
+    SandboxBusy,
     SandboxLost,
     SandboxSpec,
     SandboxUnavailable,
@@ -138,7 +139,7 @@ class Docker:
         except BaseException as error:
             self._release(home)
             if isinstance(error, Exception):  # the SDK's errors have no common root that is only theirs
-                raise SandboxUnavailable(f"docker: no sandbox from image {image!r}: {error}") from error
+                raise _refusal(error)(f"docker: no sandbox from image {image!r}: {error}") from error
             raise
         return DockerSandbox(client, self._user, home, token, self._release)
 
@@ -192,8 +193,14 @@ class Docker:
             try:
                 self._connected = sdk.DockerClient(base_url=self._engine) if self._engine else sdk.from_env()
             except sdk.errors.DockerException as error:
-                raise SandboxUnavailable(f"docker: no engine answers: {error}") from None
+                raise SandboxBusy(f"docker: no engine answers: {error}") from None
         return self._connected
+
+
+def _refusal(error: Exception) -> type[SandboxUnavailable]:
+    """Whether the engine says that it cannot be done (4xx: no such image, a setting that it does not take)."""
+    errors = importlib.import_module("docker.errors")
+    return SandboxUnavailable if isinstance(error, errors.APIError) and error.is_client_error() else SandboxBusy
 
 
 def reap(lease_dir: Path) -> tuple[str, ...]:
@@ -328,7 +335,7 @@ class BorrowedDocker:
         except importlib.import_module("docker.errors").APIError as error:
             reason = self._home.end_reason()
             if reason is None:
-                raise SandboxUnavailable(f"docker: the run could not be finished: {error}") from error
+                raise SandboxBusy(f"docker: the run could not be finished: {error}") from error
             raise SandboxLost(f"sandbox {self.sandbox_id} went away during the run ({reason})") from None
         except asyncio.CancelledError:
             await asyncio.shield(asyncio.to_thread(run.kill, "stop"))
@@ -339,7 +346,7 @@ class BorrowedDocker:
                 await asyncio.shield(asyncio.to_thread(run.revive))
         stdout, stderr = run.kept()
         if status == 125 and stderr.data.startswith(inside.NOT_STARTED.encode()):
-            raise SandboxUnavailable(f"docker: the run could not be started: {stderr.text.strip()[-300:]}")
+            raise SandboxBusy(f"docker: the run could not be started: {stderr.text.strip()[-300:]}")
         killed_by = run.killed_by or (None if status is None else _SIGNALS.get(status))
         if killed_by is None and status == _KILLED and out_of_memory:
             killed_by = Aspect.MEMORY

@@ -24,7 +24,7 @@ from toprope.sandbox.leases import LeaseHome
 from toprope.sandbox.processes import kill_marked, memory_of, usage_below
 from toprope.sandbox.provider import KEEP_BYTES, MAX_FILE_BYTES
 from toprope.sandbox.runs import Runs
-from toprope.sandbox.spec import Aspect, Completed, Limits, SandboxLost, SandboxUnavailable, check_run
+from toprope.sandbox.spec import Aspect, Completed, Limits, SandboxBusy, SandboxLost, check_run
 
 _OPEN_FILES = 1024
 _SIGNALS = {128 + 24: Aspect.CPU.value, 128 + 25: "file_size"}  # SIGXCPU, SIGXFSZ
@@ -154,7 +154,8 @@ class ProcessHandle:
             if ended.killed_by is None and not _came_to_life(ours):
                 said = ended.stderr.text.strip()[-500:]
                 self._runs.require()
-                raise SandboxUnavailable(f"the sandbox could not be started (status {ended.status}): {said}")
+                # It could be when its provider was opened.
+                raise SandboxBusy(f"the sandbox could not be started (status {ended.status}): {said}")
             return _completed(ended, before, after)
         raise AssertionError("unreachable")
 

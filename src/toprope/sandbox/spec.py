@@ -5,6 +5,7 @@ Left to others: who makes sandboxes (`provider`, and one module for each kind), 
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -45,10 +46,30 @@ Report = Mapping[Aspect, Enforcement]
 
 
 class SandboxUnavailable(TopropeError):
-    """A sandbox cannot be made or reached: a program is missing, the kernel refuses, the engine does not answer."""
+    """A sandbox cannot be made here, however often: a program or an image is missing, the kernel refuses."""
 
     kind = Kind.GRANT_UNAVAILABLE
     status = 503
+
+
+class SandboxBusy(SandboxUnavailable):
+    """A sandbox cannot be made or used now, and may be later: the machine is full, the engine does not answer."""
+
+    retryable = True
+
+
+NO_ROOM = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EBUSY,
+        errno.EDQUOT,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
+        errno.ENOSPC,
+    }
+)
+"""What the system says of a machine that has no room for one more: processes, memory, open files, disk."""
 
 
 class SandboxLost(TopropeError):

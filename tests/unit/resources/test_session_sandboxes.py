@@ -16,8 +16,8 @@ from toprope.http.reply import Reply
 from toprope.protocol.grants import SandboxAccess
 from toprope.sandbox.desk import SandboxDesk, borrow
 from toprope.sandbox.plain import PlainDirectory
-from toprope.sandbox.provider import Sandbox
-from toprope.sandbox.spec import SandboxLost, SandboxSpec
+from toprope.sandbox.provider import Sandbox, SandboxProvider
+from toprope.sandbox.spec import SandboxBusy, SandboxLost, SandboxSpec, SandboxUnavailable
 from toprope.servers.resources.environment import Environment
 from toprope.servers.resources.server import ResourcesServer
 
@@ -53,9 +53,9 @@ class Private(Environment):
 
 @asynccontextmanager
 async def house(
-    environment: Environment, leases: Path, ttl_s: float = 900
+    environment: Environment, leases: Path, ttl_s: float = 900, provider: SandboxProvider | None = None
 ) -> AsyncIterator[tuple[Any, Any, SandboxDesk]]:
-    desk = SandboxDesk(PlainDirectory(leases, name="box"))
+    desk = SandboxDesk(provider or PlainDirectory(leases, name="box"))
     server = ResourcesServer(
         name="env", environment=environment, signing_key=b"k" * 32, sandboxes=desk, session_ttl_s=ttl_s
     )
@@ -111,6 +111,20 @@ async def test_the_seed_reply_lends_it_the_verifier_finds_what_was_done_and_the_
         assert left(tmp_path) == []
         with pytest.raises(SandboxLost):
             await borrow({"box": desk}, msgspec.convert(told, SandboxAccess))
+
+
+@pytest.mark.parametrize(("refusal", "retryable"), [(SandboxBusy, True), (SandboxUnavailable, False)])
+async def test_a_seed_without_its_sandbox_says_whether_another_try_can_help(
+    tmp_path: Path, refusal: type[SandboxUnavailable], retryable: bool
+) -> None:
+    class Refusing(PlainDirectory):
+        async def create(self, spec: SandboxSpec) -> Any:
+            raise refusal("none today")
+
+    async with house(Private(), tmp_path, provider=Refusing(tmp_path, name="box")) as (_, peer, _desk):
+        reply = await seed(peer)
+    error = reply.json()["error"]
+    assert (reply.status, error["kind"], error["retryable"]) == (503, "grant_unavailable", retryable)
 
 
 async def test_a_private_one_is_not_told_to_anybody(tmp_path: Path) -> None:

@@ -59,8 +59,9 @@ async def test_a_container_that_somebody_removed_can_still_be_stopped(engine: En
 
 async def test_an_image_that_the_engine_lacks_leaves_no_lease(engine: Engine, tmp_path: Path) -> None:
     leases = tmp_path / "leases"
-    with pytest.raises(SandboxUnavailable, match="absent"):
+    with pytest.raises(SandboxUnavailable, match="absent") as caught:
         await Docker(leases, engine=engine.url).create(SandboxSpec(image="absent"))
+    assert not caught.value.retryable, "it stays absent"
     assert [name for name in os.listdir(leases) if not name.startswith(".lock")] == []
 
 
@@ -74,8 +75,9 @@ async def test_a_limit_that_the_engine_cannot_hold_is_refused(engine: Engine, tm
 
 async def test_no_engine_is_said_in_one_sentence(tmp_path: Path) -> None:
     provider = Docker(tmp_path / "leases", engine="tcp://127.0.0.1:9", image="image:1")
-    with pytest.raises(SandboxUnavailable, match="no engine answers"):
+    with pytest.raises(SandboxUnavailable, match="no engine answers") as caught:
         await provider.create(SandboxSpec())
+    assert caught.value.retryable, "one that is started anew is there a moment later"
     with pytest.raises(ConfigError, match="no engine answers"):
         await require_limits(provider, [Aspect.FILES])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import json
 import os
 import select
@@ -18,11 +19,12 @@ from tests.unit.sandbox.conftest import processes_with
 
 from toprope.errors.tree import ConfigError
 from toprope.sandbox.bubblewrap import Bubblewrap, reap
+from toprope.sandbox.desk import SandboxDesk
 from toprope.sandbox.leases import LeaseDirectory
 from toprope.sandbox.owner import identify, this_process
 from toprope.sandbox.plain import PlainDirectory
 from toprope.sandbox.provider import reaping
-from toprope.sandbox.spec import Limits, SandboxLost, SandboxSpec, SandboxUnavailable
+from toprope.sandbox.spec import Limits, SandboxBusy, SandboxLost, SandboxSpec, SandboxUnavailable
 
 pytestmark = pytest.mark.promise("EP-14")
 
@@ -203,8 +205,29 @@ def test_a_lease_directory_that_others_can_write_is_refused(tmp_path: Path) -> N
 async def test_without_the_program_nothing_is_claimed_and_the_reason_is_said(tmp_path: Path) -> None:
     provider = Bubblewrap(tmp_path, bwrap="no-such-bwrap")
     assert all(line.mechanism is None for line in (await provider.enforces()).values())
-    with pytest.raises(SandboxUnavailable, match="no-such-bwrap not found"):
+    with pytest.raises(SandboxUnavailable, match="no-such-bwrap not found") as caught:
         await provider.create(SandboxSpec())
+    assert not caught.value.retryable, "it stays missing"
+
+
+async def test_where_the_trial_alone_failed_another_try_may_help(tmp_path: Path) -> None:
+    provider = Bubblewrap(tmp_path, bwrap="false")
+    with pytest.raises(SandboxBusy, match="a trial") as caught:
+        await provider.create(SandboxSpec())
+    assert caught.value.retryable
+
+
+@pytest.mark.parametrize(("number", "retryable"), [(errno.ENOSPC, True), (errno.EMFILE, True), (errno.EACCES, None)])
+async def test_a_machine_without_room_for_one_more_is_asked_again_later(
+    tmp_path: Path, number: int, retryable: bool | None
+) -> None:
+    class Full(PlainDirectory):
+        async def create(self, spec: SandboxSpec) -> Any:
+            raise OSError(number, os.strerror(number))
+
+    with pytest.raises((SandboxBusy, OSError)) as caught:
+        await SandboxDesk(Full(tmp_path, name="box")).make(SandboxSpec(), lease_s=9)
+    assert getattr(caught.value, "retryable", None) is retryable
 
 
 @pytest.mark.parametrize("limits", [{"memory_bytes": 1}, {"cpu_s": 0}, {"wall_s": float("nan")}, {"processes": -1}])
