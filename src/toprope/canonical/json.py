@@ -7,6 +7,7 @@ standard library's slow road instead of being changed silently.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -14,6 +15,8 @@ import msgspec
 _decoder = msgspec.json.Decoder()
 _encoder = msgspec.json.Encoder()
 _sorted_encoder = msgspec.json.Encoder(order="sorted")
+_packer = msgspec.msgpack.Encoder()
+_NON_FINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")  # a MessagePack float whose exponent is all ones
 
 
 class NotJson(ValueError):
@@ -69,7 +72,8 @@ def _dumps(value: Any, encoder: msgspec.json.Encoder, *, sort: bool) -> bytes:
             return data
     except (UnicodeEncodeError, OverflowError, TypeError, ValueError, RecursionError):
         data = b""  # the standard library may carry it: big integers, lone surrogates
-    check_finite(value)
+    if not surely_finite(value):
+        check_finite(value)
     if data:
         return data
     try:
@@ -77,6 +81,18 @@ def _dumps(value: Any, encoder: msgspec.json.Encoder, *, sort: bool) -> bytes:
     except (TypeError, ValueError, RecursionError) as error:
         raise NotJson(str(error)) from error
     return text.encode("ascii")
+
+
+def surely_finite(value: Any) -> bool:
+    """Whether plain values and msgspec structs hold neither NaN nor infinity; False where only a walk can tell.
+
+    MessagePack writes every float as 0xcb and its IEEE 754 bytes, so that one pass in C and a search do for the walk
+    (a tenth of its time). Other bytes may look like such a float, never the reverse.
+    """
+    try:
+        return _NON_FINITE.search(_packer.encode(value)) is None
+    except (OverflowError, TypeError, ValueError, RecursionError):  # big integers, lone surrogates, foreign kinds
+        return False
 
 
 def check_finite(value: Any, path: str = "$") -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from toprope.canonical.json import NotJson, dumps, loads
+from toprope.canonical.json import NotJson, dumps, loads, surely_finite
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def encode(value: Any) -> bytes:
         data = _encoder.encode(value)
     except (UnicodeEncodeError, OverflowError, TypeError, ValueError, RecursionError):
         return dumps(msgspec.to_builtins(value))
-    if b"null" in data:
+    if b"null" in data and not surely_finite(value):
         _refuse_non_finite(value)
     return data
 
