@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 RawHeaders = list[tuple[bytes, bytes]]
 
@@ -37,6 +38,14 @@ class Headers(Mapping[str, str]):
             if key == wanted:
                 return _text(value)
         raise KeyError(name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """As of any mapping; most questions are for headers that are not there, which here costs no exception."""
+        wanted = name.lower().encode("utf-8")
+        for key, value in self.raw:
+            if key == wanted:
+                return _text(value)
+        return default
 
     def get_all(self, name: str) -> list[str]:
         """Every value sent under `name`, in order."""
