@@ -58,11 +58,11 @@ class ChainHash:
         added = _bytes(ids)
         if not added:
             return self
-        data = self.tail + added
+        data = self.tail + added if self.tail else added
         whole = len(data) - len(data) % _BLOCK_BYTES
-        blocks = self.blocks
+        blocks, view, sha256 = self.blocks, memoryview(data), hashlib.sha256
         for start in range(0, whole, _BLOCK_BYTES):
-            blocks = hashlib.sha256(blocks + b"\x01" + data[start : start + _BLOCK_BYTES]).digest()
+            blocks = sha256(b"".join((blocks, b"\x01", view[start : start + _BLOCK_BYTES]))).digest()
         return ChainHash(self.count + len(added) // 4, blocks, data[whole:])
 
     def hexdigest(self) -> str:
