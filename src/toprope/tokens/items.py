@@ -46,20 +46,19 @@ class CountedMarks:
     Content is matched first and ids after, so that an item which keeps its id cannot stand in for a second one.
     """
 
-    __slots__ = ("_by_content", "_by_id", "_marks")
+    __slots__ = ("_by_content", "_by_id")
 
     def __init__(self, marks: Iterable[str] = ()) -> None:
-        self._marks: Counter[str] = Counter()
-        self._by_content: Counter[str] = Counter()
+        self._by_content: dict[str, int] = {}
         self._by_id: dict[str, list[str]] = {}
         self.add(marks)
 
     def add(self, marks: Iterable[str]) -> None:
         """Put marks in."""
+        counts = self._by_content
         for mark in marks:
             content, ids = _split(mark)
-            self._marks[mark] += 1
-            self._by_content[content] += 1
+            counts[content] = counts.get(content, 0) + 1
             for each in ids:
                 self._by_id.setdefault(each, []).append(content)
 
@@ -69,7 +68,7 @@ class CountedMarks:
         unmatched = []
         for mark in marks:
             content, _ = _split(mark)
-            if used[content] < self._by_content[content]:
+            if used[content] < self._by_content.get(content, 0):
                 used[content] += 1
             else:
                 unmatched.append(mark)
@@ -86,6 +85,30 @@ class CountedMarks:
         return False
 
 
+class MarkBags:
+    """Many bags of marks, asked whether one of them holds so many marks; bags that cannot are not looked at."""
+
+    __slots__ = ("_bags", "_places")
+
+    def __init__(self) -> None:
+        self._bags: dict[tuple[str, ...], CountedMarks] = {}
+        self._places: dict[str, list[CountedMarks]] = {}  # by content and by id
+
+    def add(self, marks: tuple[str, ...]) -> None:
+        """Put a bag in; one that is there already changes nothing."""
+        if marks in self._bags:
+            return
+        bag = self._bags[marks] = CountedMarks(marks)
+        for name in {name for mark in marks for name in _names(mark)}:
+            self._places.setdefault(name, []).append(bag)
+
+    def holds(self, marks: Sequence[str]) -> bool:
+        """Whether all of `marks`, of which there is one at least, stand in one bag."""
+        found = [[self._places.get(name, []) for name in _names(mark)] for mark in marks]
+        rarest = min(found, key=lambda places: sum(map(len, places)))
+        return any(not bag.missing(marks) for place in rarest for bag in place)
+
+
 def content_of(mark: str) -> str:
     """The part of a mark that stands for kind and content, ids left out."""
     return _split(mark)[0]
@@ -94,6 +117,12 @@ def content_of(mark: str) -> str:
 def _split(mark: str) -> tuple[str, tuple[str, ...]]:
     content, _, ids = mark.rpartition(":")
     return content, tuple(ids.split(",")) if ids else ()
+
+
+def _names(mark: str) -> tuple[str, ...]:
+    """All by which a mark is known again."""
+    content, ids = _split(mark)
+    return (content, *ids)
 
 
 def _mark(item: Mapping[str, Any]) -> str:

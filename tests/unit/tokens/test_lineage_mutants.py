@@ -94,8 +94,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "items_not_counted": (
         "items",
-        "if used[content] < self._by_content[content]:\n                used",
-        "if self._by_content[content]:\n                used",
+        "if used[content] < self._by_content.get(content, 0):\n                used",
+        "if self._by_content.get(content, 0):\n                used",
     ),
     "a_thought_vouches_for_a_reply": ("items", "if content.startswith(_THOUGHT) == thought and used", "if used"),
     "items_of_unknown_kinds_are_nobodys": (
