@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from toprope.tokens.asked import Asked
 from toprope.tokens.entry import ParentDecision, TokenEntry, as_ids
 from toprope.tokens.hashing import BLOCK_IDS, ChainHash, Ids, common_prefix
-from toprope.tokens.items import CountedMarks, content_of, item_digests
+from toprope.tokens.items import CountedMarks, MarkBags, content_of, item_digests
 
 FIRST_CALL: Final = "first_call"
 CONTINUES_NOTHING: Final = "continues_nothing"
@@ -136,7 +136,7 @@ class LineageHistory:
     def __init__(self) -> None:
         self._trunk = _Strand(start=0)
         self._nodes: dict[str, _Node] = {}
-        self._root_requests: set[tuple[str, ...]] = set()
+        self._root_requests = MarkBags()
         self._contents: set[str] = set()
         self._unrecorded: list[CountedMarks] = []
         self._recent: list[_Request] = []
@@ -222,7 +222,7 @@ class LineageHistory:
 
     def begins_a_conversation(self, asked: tuple[str, ...]) -> bool:
         """Whether all model-authored items of a request stand in the request of one recorded root."""
-        return not asked or any(not CountedMarks(root).missing(asked) for root in self._root_requests)
+        return not asked or self._root_requests.holds(asked)
 
     def first_request_is_accounted_for(self, asked: tuple[str, ...]) -> bool:
         """Whether a first request may hold `asked`: nothing went before, or what went before held them already."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from toprope.tokens.items import CountedMarks, is_model_authored, item_digests
+from toprope.tokens.items import CountedMarks, MarkBags, is_model_authored, item_digests
 
 
 def call(arguments: Any, call_id: str = "c1", **more: Any) -> dict[str, Any]:
@@ -97,3 +100,39 @@ def test_the_id_of_a_thought_vouches_for_no_reply_and_the_reverse() -> None:
 def test_values_that_json_cannot_carry_still_have_marks() -> None:
     strange = {"type": "x", "v": float("nan"), "s": "\ud800"}
     assert item_digests([strange, said("\ud800")]) == item_digests([dict(strange), said("\ud800")])
+
+
+marks = st.builds(
+    lambda kind, content, ids: f"{kind}:{content}:{','.join(ids)}",
+    st.sampled_from(["message", "reasoning"]),
+    st.sampled_from("abc"),
+    st.lists(st.sampled_from("xyz"), max_size=2, unique=True),
+)
+bags = st.lists(st.lists(marks, max_size=4).map(tuple), max_size=6)
+
+
+@settings(max_examples=500, deadline=None)
+@given(bags, st.lists(marks, min_size=1, max_size=3))
+def test_many_bags_answer_as_each_of_them_would(held: list[tuple[str, ...]], asked: list[str]) -> None:
+    many = MarkBags()
+    for bag in held:
+        many.add(bag)
+    assert many.holds(asked) == any(not CountedMarks(bag).missing(asked) for bag in held)
+
+
+def test_bags_that_cannot_hold_a_mark_are_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    many, looks = MarkBags(), list[int]()
+    for n in range(1_000):
+        many.add(("message:common:", f"message:{n}:", f"message:{n}:"))
+        many.add(("message:common:", f"message:{n}:", f"message:{n}:"))
+    missing = CountedMarks.missing
+
+    def look(bag: CountedMarks, asked: Sequence[str]) -> tuple[str, ...]:
+        looks.append(1)
+        return missing(bag, asked)
+
+    monkeypatch.setattr(CountedMarks, "missing", look)
+    assert many.holds(("message:common:", "message:7:"))
+    assert not many.holds(("message:common:", "message:7:", "message:8:"))
+    assert not many.holds(("message:nowhere:", "message:common:"))
+    assert len(looks) == 2
