@@ -61,14 +61,16 @@ def request_body() -> bytes:
 
 
 async def serve_model(upstream: str, folder: str, capture: str) -> None:
-    """Our server, captured into sqlite."""
+    """Our server, captured into sqlite, in a process that is set as a command's is."""
     from toprope.capture.recorder import Recorder
     from toprope.capture.sqlite_store import SqliteStore
+    from toprope.cli.interrupts import collect_rarely
     from toprope.http.client import Client
     from toprope.http.serve import serve
     from toprope.servers.model.engines.openai import OpenAIEngine
     from toprope.servers.model.server import ModelServer
 
+    collect_rarely()
     store = SqliteStore(Path(folder, "capture.db"))
     client = Client()
     engine = OpenAIEngine(client=client, base_url=upstream, return_token_ids=capture == "captured")
