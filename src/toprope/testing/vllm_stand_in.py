@@ -23,7 +23,9 @@ class VllmStandIn(ScriptedUpstream):
 
     `drops` names fields of a reply that get lost (`token_ids`, `prompt_token_ids`, `logprobs`), as a proxy in front
     loses them, and `drops_in_streams` those that streams lose; `placeholder` makes the first logprob -9999.0;
-    `obeys_prompts=False` ignores prompts of ids, `refuses` names a request field that is answered with 400.
+    `obeys_prompts=False` ignores prompts of ids, `refuses` names a request field that is answered with 400. With
+    `closes_turns` every turn of a prompt has an end, a newline after it and a head for the reply, as ChatML has, and
+    `/tokenize` answers with that.
     """
 
     def __init__(self, *, model: str = "m", says: str = "hello", max_model_len: int = 2048) -> None:
@@ -37,6 +39,7 @@ class VllmStandIn(ScriptedUpstream):
         self.placeholder = False
         self.obeys_prompts = True
         self.refuses: str | None = None
+        self.closes_turns = False
         entry = {"id": model, "object": "model", "owned_by": "vllm", "max_model_len": max_model_len}
         self.models = UpstreamReply(json.dumps({"object": "list", "data": [entry]}).encode())
 
@@ -46,10 +49,15 @@ class VllmStandIn(ScriptedUpstream):
         if given is not None and self.obeys_prompts:
             return list(given)
         texts = (f"{message['role']}:{message.get('content')}" for message in body["messages"])
-        return [token for text in texts for token in (_TURN, *text.encode())]
+        end = (EOS, *b"\n") if self.closes_turns else ()
+        ids = [token for text in texts for token in (_TURN, *text.encode(), *end)]
+        headed = self.closes_turns and body.get("add_generation_prompt", True)
+        return [*ids, _TURN, *b"assistant:"] if headed else ids
 
     def _chat(self, request: UpstreamRequest) -> UpstreamReply | UpstreamStream:
         body = request.json()
+        if request.path == "/tokenize":
+            return UpstreamReply(json.dumps({"tokens": self.prompt_of(body)}).encode())
         if self.refuses is not None and self.refuses in body:
             return _refusal(f"{self.refuses} is not permitted", self.refuses)
         prompt = self.prompt_of(body)
