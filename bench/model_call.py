@@ -1,10 +1,11 @@
 """PF-1: CPU of the server process for one captured, durable model call over HTTP. PF-2: such calls a second.
 
 Upstream and client are processes of their own, so that what is counted is the model server alone: all its threads, the
-store's writer included. A request has 16 KB, an upstream reply 60 KB with 4,000 prompt ids and 300 generated ones.
-Baseline of the same run: a bare starlette + aiohttp proxy that passes bytes through, records nothing and parses
-nothing, on the same uvicorn. The servers take turns, and of each the best of several rounds counts: what another
-program of the machine takes away comes and goes. `python -m bench.model_call` runs all of it.
+store's writer included. A request has 16 KB, an upstream reply 60 KB with 4,000 prompt ids and 300 generated ones; a
+streamed one has 304 events. Baseline of the same run: a bare starlette + aiohttp proxy that passes bytes through (those
+of a stream as they come), records nothing and parses nothing, on the same uvicorn. The servers take turns, and of each
+the best of several rounds counts: what another program of the machine takes away comes and goes.
+`python -m bench.model_call` runs all of it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from bench.figures import Figure
 WARM, CALLS, ROUNDS = 150, 200, 4
 
 
-def request_body() -> bytes:
+def request_body(*, stream: bool = False) -> bytes:
     """A Chat request of 16 KB: a system prompt, six tools, a short conversation."""
     tools = [
         {
@@ -56,7 +57,7 @@ def request_body() -> bytes:
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": f"c{n}", "content": "line of output\n" * 40},
         ]
-    body = {"model": "m", "messages": messages, "tools": tools, "temperature": 1.0}
+    body = {"model": "m", "messages": messages, "tools": tools, "temperature": 1.0, "stream": stream}
     return json.dumps(body).encode()
 
 
@@ -73,7 +74,7 @@ async def serve_model(upstream: str, folder: str, capture: str) -> None:
     collect_rarely()
     store = SqliteStore(Path(folder, "capture.db"))
     client = Client()
-    engine = OpenAIEngine(client=client, base_url=upstream, return_token_ids=capture == "captured")
+    engine = OpenAIEngine(client=client, base_url=upstream, return_token_ids=capture != "plain")
     server = ModelServer(name="policy", engine=engine, recorder=Recorder(store, reader=store))
     await server.app.start()
     bound = await serve(server.app)
@@ -86,7 +87,7 @@ async def serve_proxy(upstream: str) -> None:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
-    from starlette.responses import Response
+    from starlette.responses import Response, StreamingResponse
     from starlette.routing import Route
     from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
     from uvicorn.server import ServerState
@@ -101,9 +102,19 @@ async def serve_proxy(upstream: str) -> None:
         ) as reply:
             return Response(await reply.read(), reply.status, media_type="application/json")
 
-    config = uvicorn.Config(
-        Starlette(routes=[Route("/{rest:path}", forward, methods=["POST"])]), log_level="error", access_log=False
-    )
+    async def forward_stream(request: Request) -> Response:
+        reply = await session.post(
+            f"{upstream}/chat/completions",
+            data=await request.body(),
+            headers={"content-type": "application/json"},
+        )
+        return StreamingResponse(reply.content.iter_any(), reply.status, media_type="text/event-stream")
+
+    routes = [
+        Route("/streamed/{rest:path}", forward_stream, methods=["POST"]),
+        Route("/{rest:path}", forward, methods=["POST"]),
+    ]
+    config = uvicorn.Config(Starlette(routes=routes), log_level="error", access_log=False)
     config.load()
     state = ServerState()
     listening = await asyncio.get_running_loop().create_server(
@@ -131,9 +142,8 @@ def cpu_s(pid: int) -> float:
     return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
 
 
-async def drive(url: str, path: str, calls: int, concurrency: int, first: int) -> None:
+async def drive(url: str, path: str, body: bytes, calls: int, concurrency: int, first: int) -> None:
     """`calls` calls, each in a rollout of its own, `concurrency` at a time. Fails on anything but 200."""
-    body = request_body()
     numbers = iter(range(first, first + calls))
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
 
@@ -156,6 +166,7 @@ class Runner:
     pid: int
     url: str
     path: str
+    body: bytes
     calls: int = 0
     cpu_ms: float = float("inf")
     rate: float = 0.0
@@ -172,7 +183,7 @@ class Runner:
         self.cpu_ms = min(self.cpu_ms, (cpu_s(self.pid) - before) / CALLS * 1000)
 
     def _drive(self, calls: int, concurrency: int) -> None:
-        uvloop.run(drive(self.url, self.path, calls, concurrency, self.calls))
+        uvloop.run(drive(self.url, self.path, self.body, calls, concurrency, self.calls))
         self.calls += calls
 
 
@@ -183,34 +194,41 @@ def measure(upstream: str, concurrency: int) -> None:
         for kind, path in PATHS.items():
             folder = stack.enter_context(tempfile.TemporaryDirectory())
             child, url = stack.enter_context(process("bench.model_call", kind, upstream, folder))
-            runners[kind] = Runner(child.pid, url, path)
+            runners[kind] = Runner(child.pid, url, path, request_body(stream=kind.startswith("streamed")))
             runners[kind].warm()
         for _ in range(ROUNDS):
             for runner in runners.values():
                 runner.round(concurrency)
-    proxy, plain, ours = (runners[kind] for kind in PATHS)
+    proxy, plain, ours, streamed_proxy, streamed = (runners[kind] for kind in PATHS)
     at = f"a model call, {concurrency} at a time"
     is_proxy = f"a proxy without capture, {proxy.cpu_ms:.3g} ms"
     Figure("PF-1", f"CPU of {at}, captured and durable", ours.cpu_ms, "ms", proxy.cpu_ms, is_proxy, 0.9, 0.5).emit()
     Figure("PF-1", f"CPU of {at}, without capture", plain.cpu_ms, "ms", proxy.cpu_ms, is_proxy).emit()
+    is_streamed = f"a proxy that passes the stream on, {streamed_proxy.cpu_ms:.3g} ms"
+    what = f"CPU of a streamed call, {concurrency} at a time, captured and durable"
+    Figure("PF-2", what, streamed.cpu_ms, "ms", streamed_proxy.cpu_ms, is_streamed).emit()
     if concurrency > 1:
         is_proxy = f"a proxy without capture, {proxy.rate:.0f} calls/s"
         what = f"{concurrency} model calls at a time"
         Figure("PF-2", f"{what}, captured and durable", ours.rate, "calls/s", proxy.rate, is_proxy, 1200, 2000).emit()
         Figure("PF-2", f"{what}, without capture", plain.rate, "calls/s", proxy.rate, is_proxy).emit()
+        is_streamed = f"a proxy that passes the stream on, {streamed_proxy.rate:.0f} calls/s"
+        Figure("PF-2", f"{what}, streamed", streamed.rate, "calls/s", streamed_proxy.rate, is_streamed, 1200).emit()
 
 
 PATHS = {
     "proxy": "/v1/chat/completions",
     "plain": "/ng-rollout/b{}/v1/chat/completions",
     "captured": "/ng-rollout/b{}/training-token-capture/v1/chat/completions",
+    "streamed-proxy": "/streamed/v1/chat/completions",
+    "streamed": "/ng-rollout/b{}/training-token-capture/v1/chat/completions",
 }
 
 
 def main() -> None:
     if len(sys.argv) > 1:
         kind, upstream, folder = sys.argv[1:4]
-        uvloop.run(serve_proxy(upstream) if kind == "proxy" else serve_model(upstream, folder, kind))
+        uvloop.run(serve_proxy(upstream) if kind.endswith("proxy") else serve_model(upstream, folder, kind))
         return
     with process("toprope.testing.upstream") as (_, upstream):
         for concurrency in (1, 32):

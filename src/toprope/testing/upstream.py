@@ -20,7 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-from toprope.testing.upstream_stream import UpstreamStream
+from toprope.testing.upstream_stream import UpstreamStream, stream, streamed
 
 Scope = dict[str, Any]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
@@ -212,7 +212,8 @@ async def serving(app: Any, host: str = "127.0.0.1") -> AsyncIterator[str]:
 
 
 def main() -> None:
-    """Serve one fixed completion with `--prompt` + `--generated` ids for ever; the first line printed is the URL."""
+    """Serve one fixed completion with `--prompt` + `--generated` ids for ever, streamed a word an event to who asks for
+    a stream; the first line printed is the URL."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--prompt", type=int, default=4000)
     parser.add_argument("--generated", type=int, default=300)
@@ -227,8 +228,13 @@ def main() -> None:
         log_probs=log_probs,
     )
 
+    events = stream(streamed(reply.body, size=len("word ")))
+
+    def answer(request: UpstreamRequest) -> UpstreamReply | UpstreamStream:
+        return events if request.json().get("stream") else reply
+
     async def serve() -> None:
-        async with serving(ScriptedUpstream(answer=lambda request: reply)) as url:
+        async with serving(ScriptedUpstream(answer=answer)) as url:
             print(f"{url}/v1", flush=True)
             await asyncio.Event().wait()
 
