@@ -104,8 +104,11 @@ def toprope(place: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=place, capture_output=True, text=True, timeout=300)
 
 
-def run_program(name: str, recipe: Mapping[str, Any], place: Path) -> dict[str, Any]:
-    """The row of the program's run on one problem. Fails with what it said where there is no row, or no proof."""
+def run_program(name: str, recipe: Mapping[str, Any], place: Path, *, token_in: bool) -> dict[str, Any]:
+    """The row of the program's run on one problem. Fails with what it said where there is no row, or no proof.
+
+    With `token_in` the engine takes prompts of ids, so that a next turn is made from the recorded ones.
+    """
     (place / "policy.py").write_text(POLICY + EXITS.get(name, ""))
     for source in recipe["config"].get("copy", {}).values():
         shutil.copy(EXAMPLES / source, place / source)
@@ -116,7 +119,10 @@ def run_program(name: str, recipe: Mapping[str, Any], place: Path) -> dict[str, 
             "tests": {"kind": "bubblewrap", "leases": leases},
         },
         "servers": {
-            "policy": {"role": "model", "engine": {"kind": "scripted", "script": "policy:say"}},
+            "policy": {
+                "role": "model",
+                "engine": {"kind": "scripted", "script": "policy:say", "accepts_token_prompt": token_in},
+            },
             "code": {"role": "resources", "use": "python_code", "sandbox": "tests"},
             "program": {**recipe, "config": {**recipe["config"], "timeout_s": 120}},
             "episode": {"role": "environment", "resources": "code", "agent": "program"},
