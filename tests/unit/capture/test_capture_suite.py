@@ -45,9 +45,9 @@ async def test_every_store_that_ships_passes(kind: str, tmp_path: Path) -> None:
 @pytest.mark.promise("CP-13")
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 async def test_a_broken_transport_is_failed_by_its_own_check_and_by_no_other(
-    broken: type[SqliteStore], tmp_path: Path
+    broken: type[SqliteStore], memory_dir: Path
 ) -> None:
-    named = Endpoints(f"{broken.__module__}:{broken.__name__}", kwargs={"path": str(tmp_path / "c.sqlite")})
+    named = Endpoints(f"{broken.__module__}:{broken.__name__}", kwargs={"path": str(memory_dir / "c.sqlite")})
     outcomes = await run_suite(named, SMALL)
     assert [each.check for each in outcomes if each.result == "failed"] == [BROKEN[broken]]
     passed = sum(each.result == "passed" for each in outcomes)
@@ -150,8 +150,8 @@ class GymSource:
 
 
 @pytest.mark.promise("CP-16")
-async def test_a_sink_and_a_source_with_exactly_nemo_gyms_signatures_pass(tmp_path: Path) -> None:
-    named = Endpoints(f"{__name__}:GymSink", f"{__name__}:GymSource", {"path": str(tmp_path / "c.sqlite")})
+async def test_a_sink_and_a_source_with_exactly_nemo_gyms_signatures_pass(memory_dir: Path) -> None:
+    named = Endpoints(f"{__name__}:GymSink", f"{__name__}:GymSource", {"path": str(memory_dir / "c.sqlite")})
     outcomes = await run_suite(named, SMALL)
     assert [str(each) for each in outcomes if each.result == "failed"] == []
     skipped = {each.check for each in outcomes if each.result == "skipped"}
