@@ -1,4 +1,4 @@
-"""Field cases A15, A16, A18, A20, A25, A27 at the environment, agent and resources servers, on real sockets."""
+"""Field cases A15, A16, A18, A20, A25, A27, A28 at the environment, agent and resources servers, on real sockets."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from toprope.catalog.tool_loop import ToolLoop
+from toprope.http.app import Limits
 from toprope.http.client import Client, Peer
 from toprope.http.serve import serve
 from toprope.servers.agent.server import AgentServer
@@ -304,3 +305,30 @@ async def test_a27_a_broken_tool_call_is_told_to_the_model_and_a_refusal_is_no_i
         output = outcome["result"]["response"]["output"]
         assert [item["type"] for item in output] == ["function_call", "function_call_output", "message"]
         assert output[0]["arguments"] == broken
+
+
+class Long(Environment):
+    """The reward is the length of the answer in megabytes."""
+
+    def verify(self, state: Any, task: dict[str, Any], response: dict[str, Any]) -> float:
+        return len(response["output"][0]["content"][0]["text"]) / 1e6
+
+
+@pytest.mark.parametrize(("limit", "megabytes"), [(None, 60), (8_000_000, 9)])
+async def test_a28_a_long_response_reaches_verify_up_to_the_limit_and_over_it_the_failure_names_the_limit(
+    world: World, limit: int | None, megabytes: int
+) -> None:
+    text = {"type": "output_text", "text": "x" * (megabytes * 1_000_000), "annotations": []}
+    item = {"type": "message", "role": "assistant", "content": [text]}
+    world.agent.odd = {("v1/responses", "0"): (200, json.dumps({**SAID, "output": [item]}).encode(), True)}
+    limits = None if limit is None else Limits(max_body_bytes=limit)
+    resources = await serve(ResourcesServer(name="long", environment=Long(), signing_key=KEY, limits=limits).app)
+    world.stack.push_async_callback(resources.close)
+    agent = await world.stack.enter_async_context(serving(world.agent))
+    outcome = await run(await world.environment(resources.url, agent), 0)
+    if limit is None:
+        assert outcome["result"]["reward"] == 60.0
+        return
+    failure = outcome["failure"]
+    assert (failure["stage"], failure["terminal"], failure["upstream_status"]) == ("verification", True, 413)
+    assert "8000000" in failure["failure_reason"].replace(",", "").replace(" ", "")

@@ -144,6 +144,9 @@ class ModelServer:
                 Route("POST", f"{head}/v1/responses", self.responses),
                 Route("POST", f"{head}/v1/messages", self.messages),
                 Route("POST", f"{head}/v1/messages/count_tokens", self.count_tokens),
+                # What a base URL that ends with /v1 becomes in libraries that add theirs.
+                Route("POST", f"{head}/v1/v1/messages", self.messages),
+                Route("POST", f"{head}/v1/v1/messages/count_tokens", self.count_tokens),
                 Route("GET", f"{head}/v1/models", self.models),
             )
         ]
