@@ -20,6 +20,7 @@ class Notebook:
         self.evidence = []
         self.recorded = asyncio.Event()
         self.fail_begin = None
+        self.forget_listeners = []
 
     async def begin(self, key, call_id, *, intent):
         if self.fail_begin is not None:
