@@ -10,7 +10,7 @@ servers leave that line out after their last event. Left to others: what the dat
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _LINE_END = re.compile(rb"\r\n?|\n")
 _BOM = b"\xef\xbb\xbf"
@@ -20,8 +20,7 @@ class SseTooLarge(ValueError):
     """One event is longer than the reader takes."""
 
 
-@dataclass(frozen=True, slots=True)
-class SseEvent:
+class SseEvent(NamedTuple):
     """One event. `event` is its name, None where the stream gave none; several `data` lines are joined by newlines."""
 
     event: str | None
@@ -43,17 +42,35 @@ class SseReader:
 
     def feed(self, data: bytes) -> list[SseEvent]:
         """The events that are complete with these bytes, in order."""
-        if self._between and data[:5] == b"data:" and data[-2:] == b"\n\n" and len(data) <= self._limit:
-            line = data[
-                5:-2
-            ]  # one whole event by itself: how most of them come (a third of the time of the general way)
-            if b"\n" not in line and b"\r" not in line:
-                return [SseEvent(None, line[1:] if line[:1] == b" " else line)]
+        events: list[SseEvent] = []
+        if self._first and not self._line and data[:1] not in (b"", _BOM[:1]):
+            self._first = False
+        if b"\r" in data or self._after_cr or self._first:
+            self._feed_lines(data, events)
+            return events
+        if not self._between:  # the rest of an event that was cut
+            end = data.find(b"\n\n") + 2
+            if end < 2:
+                self._feed_lines(data, events)
+                return events
+            self._feed_lines(data[:end], events)
+            data = data[end:]
+        # Events of one line, which most are, need no look at lines (a third of the time).
+        *blocks, rest = data.split(b"\n\n")
+        for block in blocks:
+            if block[:5] == b"data:" and b"\n" not in block and len(block) <= self._limit:
+                events.append(SseEvent(None, block[6:] if block[5:6] == b" " else block[5:]))
+            else:
+                self._feed_lines(block + b"\n\n", events)
+        if rest:
+            self._feed_lines(rest, events)
+        return events
+
+    def _feed_lines(self, data: bytes, events: list[SseEvent]) -> None:
         if self._after_cr and data:
             self._after_cr = False
             if data[:1] == b"\n":
                 data = data[1:]
-        events: list[SseEvent] = []
         at = 0
         for found in _LINE_END.finditer(data):
             self._take(data[at : found.start()])
@@ -63,13 +80,11 @@ class SseReader:
             self._take(data[at:] if at else data)
         elif data[-1:] == b"\r":
             self._after_cr = True
-        return events
 
     @property
     def _between(self) -> bool:
         """Whether nothing of an event is waiting for the rest."""
-        begun = self._first or self._after_cr or self._line or self._data
-        return not begun and self._event is None
+        return not self._line and not self._data and self._event is None
 
     def end(self) -> list[SseEvent]:
         """What the stream's clean end completes. Not to be called for a stream that was cut."""
