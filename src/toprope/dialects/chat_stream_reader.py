@@ -20,6 +20,7 @@ from toprope.wire.chat import BadChatReply
 
 _FIRST = ("id", "model", "created", "prompt_token_ids")
 """Fields of a chunk whose first value counts; of all others the last one does."""
+_TOLD_ELSEWHERE = ("choices", "object")
 _THOUGHTS = ("reasoning_content", "reasoning")
 _READ = frozenset((*_THOUGHTS, "role", "content", "refusal", "tool_calls"))
 
@@ -54,9 +55,10 @@ class ChatStreamReader:
         """Take one chunk in; the deltas that it adds, maybe none. Raises `BadChatReply` for what is no chunk."""
         if not isinstance(chunk, dict):
             raise BadChatReply("a chunk is not an object")
+        top = self._top
         for name, value in chunk.items():
-            if value is not None and name not in ("choices", "object"):
-                _take_field(self._top, name, value)
+            if value is not None and name not in _TOLD_ELSEWHERE and (name not in _FIRST or not top.get(name)):
+                top[name] = value
         choices = chunk.get("choices")
         if choices is not None and not isinstance(choices, list):
             raise BadChatReply("the choices of a chunk are not a list")
@@ -87,12 +89,14 @@ class ChatStreamReader:
                 for kind, entries in value.items():
                     if isinstance(entries, list):
                         self._logprobs.setdefault(kind, []).extend(entries)
-            else:
-                _take_field(self._choice, name, value)
+            elif name not in _FIRST or not self._choice.get(name):
+                self._choice[name] = value
         delta = choice.get("delta") or choice.get("message")
         return self._take_delta(delta) if isinstance(delta, dict) else []
 
     def _take_delta(self, delta: Mapping[str, Any]) -> list[Delta]:
+        if len(delta) == 1 and "content" in delta:  # what most chunks are
+            return self._take_content(delta["content"])
         deltas: list[Delta] = []
         deltas += self._take_thought(delta)
         deltas += self._take_content(delta.get("content"))
@@ -209,7 +213,10 @@ class ChatStreamReader:
         return self._sent.index(kind)
 
     def _text(self, name: str) -> _Text:
-        return self._texts.setdefault(name, _Text())
+        text = self._texts.get(name)
+        if text is None:
+            text = self._texts[name] = _Text()
+        return text
 
     def _whole_message(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None, **self._message}
@@ -294,11 +301,6 @@ def _given_id(piece: Mapping[str, Any]) -> str:
 
 def _paired(text: str) -> str:
     return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
-
-
-def _take_field(into: dict[str, Any], name: str, value: Any) -> None:
-    if name not in _FIRST or not into.get(name):
-        into[name] = value
 
 
 def _joined(old: Any, new: Any) -> Any:

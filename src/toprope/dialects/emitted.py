@@ -111,8 +111,8 @@ def check_same(item: OpenItem, final: Item, *, by_id: bool) -> None:
 def data_event(value: Mapping[str, Any], event: str | None = None) -> bytes:
     """One server-sent event. Line ends of Unicode that JSON leaves raw are escaped: some clients split at them."""
     data = write_object(value)
-    for raw, escaped in _LINE_ENDS:
-        if raw in data:
+    if not data.isascii():
+        for raw, escaped in _LINE_ENDS:
             data = data.replace(raw, escaped)
     head = b"" if event is None else b"event: " + event.encode() + b"\n"
     return head + b"data: " + data + b"\n\n"
