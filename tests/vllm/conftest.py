@@ -33,7 +33,6 @@ ENVIRONMENT = {
 FLAGS = [
     "--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "16", "--enforce-eager",
     "--enable-auto-tool-choice", "--tool-call-parser", "hermes", "--enable-request-id-headers", "--enable-scale-out",
-    "--structured-outputs-config", '{"backend": "xgrammar", "disable_any_whitespace": true}',  # random weights would write it for ever
 ]
 # fmt: on
 START_S = 300.0

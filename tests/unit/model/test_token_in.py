@@ -280,9 +280,12 @@ async def test_required_needs_an_engine_that_takes_ids_and_a_record_that_can_be_
     with pytest.raises(ConfigError, match="takes no prompts of ids"):
         async with house(engine=ScriptedEngine(), token_in="required"):
             pass
-    server = ModelServer(name="policy", engine=ScriptedEngine(accepts_token_prompt=True), token_in="required")
-    with pytest.raises(ConfigError, match="no capture store"):
+    blind = Recorder(MemoryStore())
+    engine = ScriptedEngine(accepts_token_prompt=True)
+    server = ModelServer(name="policy", engine=engine, recorder=blind, token_in="required")
+    with pytest.raises(ConfigError, match="cannot be read"):
         await server.app.start()
+    await blind.close()
 
 
 class Deaf(ScriptedEngine):

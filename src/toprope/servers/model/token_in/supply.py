@@ -73,8 +73,8 @@ class TokenIn:
         self._server = server
         self._engine = engine
         self._renderer = renderer if renderer is not None else engine if isinstance(engine, ContinuesTurns) else None
-        readable = recorder is not None and recorder.readable
-        self._conversations = Conversations(recorder) if recorder is not None and readable else None
+        self._recorder = recorder
+        self._conversations = Conversations(recorder) if recorder is not None and recorder.readable else None
         self._said: set[str] = set()
 
     def check(self) -> None:
@@ -91,7 +91,8 @@ class TokenIn:
         conversations = self._conversations
         if self._mode == "off" or not call.captured or call.rollout_id is None or self._lacks() is not None:
             return None
-        assert conversations is not None
+        if conversations is None:
+            return None
         said = conversations.reader(call.rollout_id).conversation(call.request)
         if not said.segments:
             return Supply(FIRST, {"skeleton": said.skeleton(0)})
@@ -153,8 +154,8 @@ class TokenIn:
             return "the engine takes no prompts of ids"
         if self._renderer is None:
             return "neither the engine nor a renderer can say what follows a recorded turn (`token_in_renderer`)"
-        if self._conversations is None:
-            return "there is no capture store that can be read while a rollout runs"
+        if self._recorder is not None and self._conversations is None:
+            return "the capture store cannot be read while a rollout runs"
         return None
 
 
