@@ -41,7 +41,7 @@ from toprope.tokens.entry import BadRecord, TokenEntry
 from toprope.tokens.hashing import ChainHash
 from toprope.tokens.items import item_digests
 from toprope.tokens.lifecycle import typed_reason
-from toprope.tokens.lineage import DEFERRED, LineageHistory, ParentChoice, decide_asked
+from toprope.tokens.lineage import DEFERRED, DEFERRED_ALL_TOLD, LineageHistory, ParentChoice, decide_asked
 from toprope.tokens.sampled import SampledTokens
 
 log = logging.getLogger(__name__)
@@ -60,13 +60,14 @@ class _Rollout:
 
     __slots__ = ("arena", "calls", "entries", "history", "lock", "shared", "size", "synced")
 
-    def __init__(self) -> None:
-        self.history = LineageHistory()
+    def __init__(self, *, all_told: bool) -> None:
+        # Until the store says otherwise somebody may have been here: another worker, or this one before it forgot.
+        self.history = LineageHistory(unseen=not all_told)
         self.arena = PromptArena()
         self.calls = 0  # calls and entries that the store held when it last answered
         self.entries = 0
         self.synced = 0  # entries, from the first on, that were read from the store
-        self.shared = False  # somebody else wrote to this key
+        self.shared = True  # the store may hold what is not in the index
         self.size = 0  # ids in the index, about
         self.lock = asyncio.Lock()
 
@@ -121,6 +122,8 @@ class Recorder:
         self._begin_takes_intent = begin is not None and _accepts(begin, "intent")
         self._mark_takes_reason = _accepts(sink.mark_incomplete, "reason")
         self._aborting = sink if isinstance(sink, AbortingSink) else None
+        # A begun call without a record then leaves an open intent, whose rollout is masked: none is lost unseen.
+        self._all_told = self._begin is not None and self._aborting is None
         self._journal = reader if isinstance(reader, CallJournal) and self._begin_takes_intent else None
         self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()
         self._ids = 0
@@ -274,7 +277,7 @@ class Recorder:
         choice = ParentChoice(
             decision="unresolved",
             parent_call_id=None,
-            reason=DEFERRED,
+            reason=DEFERRED_ALL_TOLD if self._all_told else DEFERRED,
             prompt_hash=ChainHash.of(tokens.prompt_token_ids),
             item_digests=call.marks(),
         )
@@ -315,22 +318,28 @@ class Recorder:
     def _rollout(self, key: str) -> _Rollout:
         rollout = self._rollouts.get(key)
         if rollout is None:
-            rollout = self._rollouts[key] = _Rollout()
-            rollout.shared = self._begin is None
+            rollout = self._rollouts[key] = _Rollout(all_told=self._all_told)
             if len(self._rollouts) > _MAX_ROLLOUTS:
                 self._let_go(next(iter(self._rollouts)))
         self._rollouts.move_to_end(key)
         return rollout
 
     def _learn_from_begin(self, rollout: _Rollout, ack: object) -> None:
-        """Compare what the store holds with what this recorder put there: more means another writer."""
+        """Compare what the store holds with what this recorder put there: more means another writer.
+
+        A store that does not say leaves that open: what it holds is read, and what was aborted stays unknown.
+        """
         if not isinstance(ack, BeginAck):
             rollout.shared = True
             return
-        if ack.calls > rollout.calls + 1 or ack.entries > rollout.entries:
+        more = ack.calls > rollout.calls + 1 or ack.entries > rollout.entries
+        all_recorded = ack.calls - ack.entries <= 1  # but for the call that begins here
+        if rollout.calls == 0:
+            rollout.shared = more
+            rollout.history.unseen &= not all_recorded
+        elif more:
             rollout.shared = True
-            if ack.calls - ack.entries > 1 and len(rollout.history) == 0:
-                rollout.history.note_unrecorded(())  # a call that somebody began and that may have said something
+            rollout.history.unseen |= not all_recorded
         rollout.calls = max(rollout.calls + 1, ack.calls)
         rollout.entries = max(rollout.entries, ack.entries)
 
@@ -374,6 +383,11 @@ class Recorder:
             limits.append(f"{name} has no abort_call: a call that failed upstream masks its rollout")
         if self._reader is None:
             limits.append(f"{name} cannot be read while open: prompts are stored whole, parents are found at freeze")
+            if not self._all_told:
+                limits.append(
+                    f"{name} does not tell at freeze which calls were aborted: a rollout whose first request holds "
+                    "assistant turns (shown examples) is masked, since they may be what a lost call said"
+                )
         elif self._journal is None:
             limits.append(f"{name} keeps no journal that can be read: retries of clients are sampled again")
         return limits

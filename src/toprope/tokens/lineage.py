@@ -36,6 +36,8 @@ HISTORY_REWRITTEN: Final = "history_rewritten"
 AMBIGUOUS_PARENT: Final = "ambiguous_parent"
 DEFERRED: Final = "deferred"
 """What a recorder that cannot see other writers' calls records beside `unresolved`: decided over the whole snapshot."""
+DEFERRED_ALL_TOLD: Final = "deferred:all_told"
+"""The same, where a call that was begun has a record or its rollout is incomplete: nothing can have been aborted."""
 
 _RECENT_REQUESTS = 4  # conversations that take turns within one rollout: an agent and a few sub-agents
 
@@ -131,14 +133,20 @@ class _Strand:
 
 
 class LineageHistory:
-    """The recorded calls of one rollout, indexed as they arrive. Memory is the distinct ids plus a node a call."""
+    """The recorded calls of one rollout, indexed as they arrive. Memory is the distinct ids plus a node a call.
 
-    def __init__(self) -> None:
+    `unseen`: calls that came to nothing may have gone before those that are told here (another writer's, an earlier
+    process's). A first request with model-authored items is then nobody's root: they may be such a call's.
+    """
+
+    def __init__(self, *, unseen: bool = False) -> None:
+        self.unseen = unseen
         self._trunk = _Strand(start=0)
         self._nodes: dict[str, _Node] = {}
         self._root_requests = MarkBags()
         self._contents: set[str] = set()
-        self._unrecorded: list[CountedMarks] = []
+        self._unrecorded = False
+        self._shown: list[CountedMarks] = []
         self._recent: list[_Request] = []
 
     def __len__(self) -> int:
@@ -196,7 +204,10 @@ class LineageHistory:
 
     def note_unrecorded(self, request_digests: Sequence[str]) -> None:
         """A call with this request went upstream and left no record (aborted): part of its reply may be kept."""
-        self._unrecorded.append(CountedMarks(request_digests))
+        # Only a request from before anything was sampled vouches for its items; a later one may hold a lost turn.
+        if self.first_request_is_accounted_for(tuple(request_digests)):
+            self._shown.append(CountedMarks(request_digests))
+        self._unrecorded = True
 
     # -- questions ----------------------------------------------------------------------------------------------
 
@@ -225,8 +236,9 @@ class LineageHistory:
         return not asked or self._root_requests.holds(asked)
 
     def first_request_is_accounted_for(self, asked: tuple[str, ...]) -> bool:
-        """Whether a first request may hold `asked`: nothing went before, or what went before held them already."""
-        return not asked or not self._unrecorded or any(not bag.missing(asked) for bag in self._unrecorded)
+        """Whether a first request may hold `asked`: nothing went before it, or the first that did held them already."""
+        nothing_before = not (self.unseen or self._unrecorded)
+        return not asked or nothing_before or any(not bag.missing(asked) for bag in self._shown)
 
     def all_recorded(self, asked: Sequence[str]) -> bool:
         """Whether the content of every mark was seen in some recorded call of this rollout."""
@@ -389,7 +401,8 @@ def decide_deferred(entries: Iterable[TokenEntry]) -> tuple[TokenEntry, ...]:
     """The entries with every deferred decision made, as if one recorder had seen all calls in order of `created_at`.
 
     Call ids are distinct. A deferred entry has its whole prompt, and all marks of its request as `item_digests`. One
-    that comes out before its parent (skewed clocks) stays unresolved or becomes a root: masked, never guessed.
+    that comes out before its parent (skewed clocks) stays unresolved or becomes a root: masked, never guessed. Aborted
+    calls are not told here: a first request with model-authored items stays unresolved, but for `DEFERRED_ALL_TOLD`.
     """
     held = tuple(entries)
     if not any(_is_deferred(entry) for entry in held):
@@ -397,6 +410,7 @@ def decide_deferred(entries: Iterable[TokenEntry]) -> tuple[TokenEntry, ...]:
     history, decided = LineageHistory(), {}
     for entry in sorted(held, key=lambda each: (each.created_at, each.model_call_id)):
         if _is_deferred(entry):
+            history.unseen = entry.parent_resolution_reason != DEFERRED_ALL_TOLD
             choice = decide_asked(history, Asked(entry.item_digests), entry.prompt_token_ids)
             decided[entry.model_call_id] = replace(
                 entry,
@@ -410,7 +424,7 @@ def decide_deferred(entries: Iterable[TokenEntry]) -> tuple[TokenEntry, ...]:
 
 
 def _is_deferred(entry: TokenEntry) -> bool:
-    return entry.parent_resolution_reason == DEFERRED and not entry.prompt_is_delta
+    return entry.parent_resolution_reason in (DEFERRED, DEFERRED_ALL_TOLD) and not entry.prompt_is_delta
 
 
 def _orphan(

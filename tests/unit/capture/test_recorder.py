@@ -18,9 +18,10 @@ from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.tree import CaptureClosed, CaptureError, ConfigError
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.hashing import ChainHash
-from toprope.tokens.lineage import DEFERRED
+from toprope.tokens.lineage import DEFERRED, DEFERRED_ALL_TOLD
 from toprope.tokens.sampled import SampledTokens
 from toprope.tokens.snapshot import TokenCaptureSnapshot
+from toprope.trajectory.build import Masked, Trainable, build
 
 
 def user(text: str) -> dict[str, Any]:
@@ -241,6 +242,75 @@ async def test_a_turn_kept_from_an_aborted_first_call_is_not_taken_for_a_root() 
     assert [e.parent_decision for e in (await store.freeze("k")).entries] == ["unresolved"]
 
 
+class Silent(MemoryStore):
+    """A store whose `begin_call` and `put` return nothing, as NeMo Gym's signatures have it."""
+
+    async def begin_call(self, rollout_id: str, model_call_id: str, *, intent: Intent | None = None) -> Any:
+        await super().begin_call(rollout_id, model_call_id, intent=intent)
+
+    async def put(self, entry: TokenEntry) -> Any:
+        await super().put(entry)
+
+
+class Blind(MemoryStore):
+    async def open_entries(self, rollout_id: str, since: int = 0) -> tuple[TokenEntry, ...]:
+        raise OSError("unreadable")
+
+
+KEPT = [user("hi"), assistant("half a turn"), user("go on")]
+
+
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize("store_class", [MemoryStore, Silent, Blind])
+@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("later", ["same recorder", "second worker", "restarted", "forgotten", "forgotten once begun"])
+async def test_a_turn_kept_from_a_lost_first_call_trains_nowhere(
+    store_class: type[MemoryStore], reads: bool, later: str
+) -> None:
+    store = store_class()
+    first = Recorder(store, reader=store if reads else None)
+    second = Recorder(store, reader=store if reads else None) if later in ("second worker", "restarted") else first
+    if later == "second worker":
+        await second.begin("other", "c0")
+    await first.begin("k", "c1")
+    await first.abort("k", "c1", "upstream:transport_dropped", request_items=[user("hi")])
+    if later == "forgotten":
+        first.forget("k")
+    await second.begin("k", "c2")
+    if later == "forgotten once begun":
+        first._let_go("k")
+    await second.record(evidence("c2", KEPT))
+    built = build(await store.freeze("k"))
+    assert isinstance(built, Masked)
+    assert built.reasons == ("unresolved_parent", "unrecorded_turn")
+
+
+async def test_the_retry_of_a_lost_call_does_not_vouch_for_the_turn_that_it_kept() -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store)
+    for call, items in (("c1", [user("hi")]), ("c2", KEPT)):
+        await recorder.begin("k", call)
+        await recorder.abort("k", call, "upstream:transport_dropped", request_items=items)
+    await recorder.begin("k", "c3")
+    await recorder.record(evidence("c3", KEPT))
+    assert [e.parent_resolution_reason for e in (await store.freeze("k")).entries] == ["unrecorded_turn"]
+
+
+@pytest.mark.promise("CP-16")
+@pytest.mark.parametrize("aborts", [True, False])
+async def test_shown_turns_are_a_beginning_where_no_call_can_have_been_lost_unseen(aborts: bool) -> None:
+    """Without abort_call each begun call is recorded or masks its rollout; with it nobody who reads nothing can tell."""
+    sink = Foreign()
+    if aborts:
+        sink.abort_call = sink.mark_incomplete  # type: ignore[attr-defined]
+    recorder = Recorder(sink)
+    await recorder.begin("k", "c1")
+    await recorder.record(evidence("c1", KEPT))
+    built = build(TokenCaptureSnapshot("k", tuple(sink.entries), False, "s", 1))
+    assert isinstance(built, Masked if aborts else Trainable)
+    assert any("shown" in note for note in recorder.notes) == aborts
+
+
 async def test_a_cancelled_caller_still_leaves_a_record(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "c.sqlite")
     recorder = Recorder(store, reader=store)
@@ -300,7 +370,8 @@ async def test_a_sink_with_exactly_their_signatures_is_served() -> None:
     await recorder.record(evidence("c4"))
     await recorder.close()
     assert sink.begun == [("k", call) for call in talk.calls]
-    assert [(e.parent_decision, e.parent_resolution_reason) for e in sink.entries] == [("unresolved", DEFERRED)] * 3
+    assert [e.parent_decision for e in sink.entries] == ["unresolved"] * 3
+    assert [e.parent_resolution_reason for e in sink.entries] == [DEFERRED_ALL_TOLD] * 3  # no abort: none unseen
     assert [len(e.prompt_token_ids) for e in sink.entries] == [3, 6, 9]
     assert sink.marks == [("k", ""), ("k", "c4")]
     assert len(recorder.notes) == 3  # no intent, no abort, no reads: said at start-up
@@ -359,10 +430,6 @@ async def test_a_put_and_a_mark_that_both_fail_leave_the_open_intent_to_say_it()
 
 
 async def test_a_reader_that_fails_leaves_the_decision_to_the_builder() -> None:
-    class Blind(MemoryStore):
-        async def open_entries(self, rollout_id: str, since: int = 0) -> tuple[TokenEntry, ...]:
-            raise OSError("unreadable")
-
     store = Blind()
     await Recorder(store, reader=store).begin("k", "elsewhere")
     recorder = Recorder(store, reader=store)
