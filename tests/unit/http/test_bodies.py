@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import subprocess
 import sys
 import zlib
@@ -73,6 +74,36 @@ def test_a_number_that_json_cannot_carry_is_refused_with_its_place(value: Any, w
 )
 def test_every_json_value_comes_back_as_it_was(value: Any) -> None:
     assert decode_any(encode(value)) == value
+
+
+def all_finite(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(all_finite, value.values()))
+    return (
+        all(map(all_finite, value))
+        if isinstance(value, list)
+        else not (isinstance(value, float) and not math.isfinite(value))
+    )
+
+
+@given(
+    st.recursive(
+        st.none()
+        | st.sampled_from([math.nan, math.inf, -math.inf])
+        | st.floats()
+        | st.integers()
+        | st.text("\u02ff\x7f"),
+        lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text("ab"), inner, max_size=4),
+        max_leaves=6,
+    )
+)
+def test_no_such_number_passes_and_nothing_is_taken_for_one(value: Any) -> None:
+    beside = [None, value]  # what holds no null cannot hold one
+    if all_finite(value):
+        assert decode_any(encode(beside)) == beside
+    else:
+        with pytest.raises(NotJson, match="JSON cannot carry"):
+            encode(beside)
 
 
 @pytest.mark.parametrize(

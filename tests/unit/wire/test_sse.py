@@ -44,6 +44,23 @@ def test_a_stream_means_the_same_wherever_its_bytes_are_cut() -> None:
         assert read(STREAM[:cut], b"", STREAM[cut:]) == EVENTS, cut
 
 
+def test_events_of_one_line_mean_the_same_among_others_and_wherever_they_are_cut() -> None:
+    text = b'data: {"a": 1}\n\n: comment\n\ndata:b\n\n\nevent: c\ndata: 1\ndata: 2\n\ndata\n\nid: 3\n\ndata: [DONE]\n\n'
+    expected = [
+        SseEvent(None, b'{"a": 1}'),
+        SseEvent(None, b"b"),
+        SseEvent("c", b"1\n2"),
+        SseEvent(None, b""),
+        SseEvent(None, b"[DONE]"),
+    ]
+    assert read(*(text[n : n + 1] for n in range(len(text)))) == expected
+    for bom in (b"", b"\xef\xbb\xbf"):
+        whole = bom + text
+        assert read(whole) == expected
+        for cut in range(len(whole)):
+            assert read(whole[:cut], whole[cut:]) == expected, cut
+
+
 def test_an_event_is_given_by_the_very_byte_that_completes_it() -> None:
     for end in (b"\n\n", b"\r\n\r\n", b"\r\r"):
         reader = SseReader(100)
