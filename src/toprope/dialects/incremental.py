@@ -40,6 +40,8 @@ Carried = TypeVar("Carried")
 _SMALL: Final = 4_096  # below this a plain reading takes no longer
 _BRANCHES: Final = 4  # conversations that take turns within one rollout: an agent and a few sub-agents
 _SPACE: Final = b" \t\r\n"
+_object = msgspec.json.Decoder(dict[str, Any])
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class _ToItems(Protocol):
@@ -208,7 +210,7 @@ class RequestMemory(Generic[Carried]):
     def _first(self, form: _Form, place: tuple[str, str], data: bytes) -> ReadRequest[Carried]:
         """A plain reading, remembered where the fast parser reads it and its history is a list of objects."""
         try:
-            body = msgspec.json.decode(data, type=dict[str, Any])
+            body = _object.decode(data)
             entries, open_calls = body[form.field], list[str]()
             items = form.to_items(entries, 0, open_calls) if isinstance(entries, list) else ()
             start, cut = _spot(data, form.field)
@@ -228,7 +230,7 @@ class RequestMemory(Generic[Carried]):
         stand_in = b'"' + self._nonce.encode() + b'"'
         short = b"".join((data[: known.start], stand_in, data[known.cut :]))
         try:
-            body = msgspec.json.decode(short, type=dict[str, Any])
+            body = _object.decode(short)
             entries = body[form.field]
             if not isinstance(entries, list) or not entries or entries[0] != self._nonce:
                 return None
@@ -287,7 +289,7 @@ def _spot(text: bytes, field: str) -> tuple[int, int]:
     Of a name that stands twice the last counts, as for every parser here. Raises `KeyError` for what is no list that
     ends with an object.
     """
-    raw = memoryview(msgspec.json.decode(text, type=dict[str, msgspec.Raw])[field])
+    raw = memoryview(_fields.decode(text)[field])
     start = _address(raw) - _address(text)
     end = start + len(raw) - 1
     if not 0 <= start < end < len(text) or text[start] != ord("[") or text[end] != ord("]"):
