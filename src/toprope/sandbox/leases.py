@@ -30,7 +30,7 @@ import msgspec
 from toprope.errors.tree import ConfigError, Forbidden
 from toprope.sandbox.owner import ProcessId, identify, this_process
 from toprope.sandbox.processes import kill_sandbox
-from toprope.sandbox.spec import SandboxLost, SandboxSpec
+from toprope.sandbox.spec import SandboxLost, SandboxSpec, SandboxUnavailable
 from toprope.sandbox.workdir import remove_tree
 from toprope.storage.atomic import replace_file
 from toprope.storage.lock import FileLock
@@ -257,6 +257,8 @@ class LeaseDirectory:
                 except FileNotFoundError:
                     if time.time() - _age_mark(path) > _FORGOTTEN_S:
                         remove_tree(path)
+                except (OSError, msgspec.DecodeError) as error:
+                    failure = failure or SandboxUnavailable(f"sandbox lease {path}: it cannot be ended: {error}")
                 except Exception as error:  # kept and raised below; the others are still to be reaped
                     failure = failure or error
         if failure is not None:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 from toprope.sandbox.spec import WORKDIR, FileTooLarge, OutsideWorkdir
 from toprope.storage.atomic import write_all
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_BATCH = 4096  # entries read before they are removed: a directory that changes while it is read may skip some
+_WHOLE = None
 _LINK_ERRORS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
 
 
@@ -81,16 +83,73 @@ def write(
 
 
 def remove_tree(path: Path) -> None:
-    """On return nothing is left of `path`. Only for a tree in which nothing runs any more."""
-    if os.geteuid() != 0:
-        for above, names, _ in os.walk(path):
-            for name in names:  # a directory that was closed to its own owner
-                if not os.path.islink(os.path.join(above, name)):
-                    os.chmod(os.path.join(above, name), 0o700)
+    """On return nothing is left of `path`, however deep its directories are nested and whatever modes they have.
+
+    Only for a tree in which nothing runs any more. Directories below others are moved up to the top, one after the
+    other, so that neither calls, names nor open handles nest. Files at the top go last: whoever is killed while it
+    removes a sandbox leaves the lease, and the next one goes on.
+    """
     try:
-        shutil.rmtree(path)
+        top = _open_for_removal(path, None)
     except FileNotFoundError:
-        pass
+        return
+    try:
+        mark, number = secrets.token_hex(8), 0
+        while pending := [name for name, nested in _entries(top, _WHOLE) if nested]:
+            while pending:
+                moved = _empty(top, pending.pop(), f".{mark}-{number}")
+                number += 1
+                pending += moved
+        for name, _ in _entries(top, _WHOLE):
+            with suppress(FileNotFoundError):
+                os.unlink(name, dir_fd=top)
+    finally:
+        os.close(top)
+    with suppress(FileNotFoundError):
+        os.rmdir(path)
+
+
+def _empty(top: int, name: str, mark: str) -> list[str]:
+    """On return the directory `name` of `top` is gone, and those that were in it are in `top` under the names that
+    are returned. What another remover takes meanwhile is gone too."""
+    moved: list[str] = []
+    try:
+        handle = _open_for_removal(name, top)
+    except FileNotFoundError:
+        return moved
+    try:
+        while batch := _entries(handle, _BATCH):
+            for inner, nested in batch:
+                with suppress(FileNotFoundError):
+                    if nested:
+                        os.close(_open_for_removal(inner, handle))  # to move a directory takes the right to write it
+                        up = f"{mark}-{len(moved)}"
+                        os.rename(inner, up, src_dir_fd=handle, dst_dir_fd=top)
+                        moved.append(up)
+                    else:
+                        os.unlink(inner, dir_fd=handle)
+    finally:
+        os.close(handle)
+    with suppress(FileNotFoundError):
+        os.rmdir(name, dir_fd=top)
+    return moved
+
+
+def _entries(handle: int, most: int | None) -> list[tuple[str, bool]]:
+    """At most `most` entries of a directory, and which of them are directories (a link is none)."""
+    with os.scandir(handle) as found:
+        return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in islice(found, most)]
+
+
+def _open_for_removal(name: str | Path, above: int | None) -> int:
+    """A handle of a directory that may have been closed to its own owner; its mode is 0700 on return."""
+    place = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+    try:
+        with suppress(PermissionError):  # another user's: what cannot be removed then says so itself
+            os.chmod(f"/proc/self/fd/{place}", 0o700)
+        return os.open(".", _DIRECTORY, dir_fd=place)
+    finally:
+        os.close(place)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import os
 import select
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from toprope.sandbox.owner import identify, this_process
 from toprope.sandbox.plain import PlainDirectory
 from toprope.sandbox.provider import reaping
 from toprope.sandbox.spec import Limits, SandboxBusy, SandboxLost, SandboxSpec, SandboxUnavailable
+from toprope.sandbox.workdir import remove_tree
 
 pytestmark = pytest.mark.promise("EP-14")
 
@@ -142,6 +144,101 @@ async def test_what_a_sandbox_leaves_unreadable_is_removed_all_the_same(tmp_path
     assert "passwd" in os.listdir("/etc")
 
 
+DEEP = """
+import os
+for number in range(3000):
+    os.mkdir("d" * 200)
+    os.chdir("d" * 200)
+    open("file", "w").close()
+    os.symlink("/etc", "link")
+    os.mkdir("closed", 0)
+print("dug")
+"""
+
+
+@needs_bwrap
+async def test_directories_deeper_than_any_path_or_stack_are_removed(tmp_path: Path) -> None:
+    sandbox = await Bubblewrap(tmp_path).create(SandboxSpec())
+    done = await sandbox.run(["python3", "-c", DEEP])
+    assert done.stdout.data == b"dug\n", done
+    await sandbox.stop()
+    assert left_in(tmp_path) == []
+    assert "passwd" in os.listdir("/etc")
+
+
+REMOVE_AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from toprope.sandbox.workdir import remove_tree
+if os.geteuid() == 0:
+    os.setgid(65534)
+    os.setuid(65534)
+root = Path(sys.argv[1], "tree")
+root.mkdir()
+os.chdir(root)
+for number in range(1500):
+    os.mkdir("d" * 200)
+    os.chdir("d" * 200)
+    open("file", "w").close()
+    os.symlink("/etc", "link")
+    os.mkdir("closed", 0o700)
+    os.mkdir("closed/inner", 0)
+    os.chmod("closed", 0)
+here = os.open(".", os.O_RDONLY)
+for number in range(1400):
+    above = os.open("..", os.O_RDONLY, dir_fd=here)
+    os.chmod("d" * 200, 0, dir_fd=above)
+    os.close(here)
+    here = above
+os.chdir("/")
+remove_tree(root)
+print(os.listdir(sys.argv[1]))
+"""
+
+
+async def test_an_ordinary_user_removes_deep_directories_that_were_closed_to_it(tmp_path: Path) -> None:
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as place:  # directories of pytest are root's alone
+        os.chmod(place, 0o777)
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", REMOVE_AS_NOBODY, place, stdout=-1, stderr=-1
+        )
+        said, complaint = await process.communicate()
+        assert said == b"[]\n", complaint.decode()
+
+
+async def test_two_removers_of_one_tree_both_come_to_an_end(tmp_path: Path) -> None:
+    tree = tmp_path / "tree"
+    for number in range(300):
+        (tree / f"a{number}" / "b" / "c").mkdir(parents=True)
+        (tree / f"a{number}" / "b" / "file").touch()
+    await asyncio.gather(*(asyncio.to_thread(remove_tree, tree) for _ in range(4)))
+    assert not tree.exists()
+
+
+def test_a_remover_that_is_stopped_leaves_the_lease_so_that_the_next_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, _ = LeaseDirectory(tmp_path).open("d", "directory", SandboxSpec(lease_s=1e-6), lambda sandbox_id: {})
+    for number in range(20):
+        (home.work / str(number)).mkdir()
+    removed: list[object] = []
+    rmdir = os.rmdir
+
+    def dying(path: object, **kwargs: Any) -> None:
+        removed.append(path)
+        if len(removed) == 12:
+            raise KeyboardInterrupt
+        rmdir(path, **kwargs)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", dying)
+        with pytest.raises(KeyboardInterrupt):
+            LeaseDirectory(tmp_path).reap("directory", lambda lease: None)
+    assert (home.path / "lease.json").exists()
+    assert LeaseDirectory(tmp_path).reap("directory", lambda lease: None) == (home.lease.sandbox_id,)
+    assert left_in(tmp_path) == []
+
+
 @needs_bwrap
 async def test_sandboxes_do_not_see_each_other(tmp_path: Path) -> None:
     provider = Bubblewrap(tmp_path)
@@ -180,7 +277,7 @@ async def test_a_damaged_lease_does_not_keep_the_others_from_being_reaped(tmp_pa
     damaged, good = [await provider.create(SandboxSpec(lease_s=300)) for _ in range(2)]
     (tmp_path / damaged.sandbox_id / "lease.json").write_bytes(b'{"sandbox_id": ')
     await asyncio.to_thread((tmp_path / good.sandbox_id / "ended").touch)
-    with pytest.raises(Exception, match="truncated"):
+    with pytest.raises(SandboxUnavailable, match=f"{damaged.sandbox_id}.*truncated"):
         await provider.reap()
     assert not (tmp_path / good.sandbox_id).exists()
     await damaged.stop()
