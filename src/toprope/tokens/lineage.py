@@ -64,10 +64,25 @@ class ParentChoice:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A recent request: the next one of its conversation begins with the same items."""
+    """A recent request: the next one of its conversation begins with the same items.
+
+    `exacting` are the places of items for which `==` is not enough: 1, 1.0 and True are equal and say other things.
+    """
 
     items: tuple[Mapping[str, Any], ...]
     asked: Asked
+    exacting: tuple[int, ...] = ()
+
+    def begins(self, request: tuple[Mapping[str, Any], ...]) -> bool:
+        """Whether `request` begins with these items, value by value of the same type."""
+        size = len(self.items)
+        # The last item first: it tells most conversations apart without a look at what they begin with.
+        return (
+            0 < size <= len(request)
+            and request[size - 1] == self.items[-1]
+            and request[:size] == self.items
+            and all(repr(request[at]) == repr(self.items[at]) for at in self.exacting)
+        )
 
 
 @dataclass(slots=True)
@@ -249,14 +264,14 @@ class LineageHistory:
         request = tuple(items)
         known = _Request((), Asked())
         for each in sorted(self._recent, key=lambda recent: len(recent.items), reverse=True):
-            size = len(each.items)
-            # The last item first: it tells most conversations apart without a look at what they begin with.
-            if size and size <= len(request) and request[size - 1] == each.items[-1] and request[:size] == each.items:
+            if each.begins(request):
                 known = each
                 break
-        asked = known.asked.extended(item_digests(request[len(known.items) :]))
+        start = len(known.items)
+        asked = known.asked.extended(item_digests(request[start:]))
+        exacting = (at for at in range(start, len(request)) if not _all_text(request[at]))
         others = [each for each in self._recent if each is not known]
-        self._recent = [*others[1 - _RECENT_REQUESTS :], _Request(request, asked)]
+        self._recent = [*others[1 - _RECENT_REQUESTS :], _Request(request, asked, (*known.exacting, *exacting))]
         return asked
 
     def accounts_for(self, node: _Node, asked: Asked) -> bool:
@@ -421,6 +436,20 @@ def decide_deferred(entries: Iterable[TokenEntry]) -> tuple[TokenEntry, ...]:
         if not entry.prompt_is_delta:
             history.add(decided.get(entry.model_call_id, entry))
     return tuple(decided.get(entry.model_call_id, entry) for entry in held)
+
+
+def _all_text(item: Mapping[str, Any]) -> bool:
+    """Whether the leaves of an item are strings or null, so that what equals it says the same."""
+    rest: list[Any] = [item]
+    while rest:
+        value = rest.pop()
+        if type(value) is dict:
+            rest.extend(value.values())
+        elif type(value) is list:
+            rest.extend(value)
+        elif value is not None and type(value) is not str:
+            return False
+    return True
 
 
 def _is_deferred(entry: TokenEntry) -> bool:

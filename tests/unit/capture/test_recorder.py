@@ -299,7 +299,7 @@ async def test_the_retry_of_a_lost_call_does_not_vouch_for_the_turn_that_it_kept
 @pytest.mark.promise("CP-16")
 @pytest.mark.parametrize("aborts", [True, False])
 async def test_shown_turns_are_a_beginning_where_no_call_can_have_been_lost_unseen(aborts: bool) -> None:
-    """Without abort_call each begun call is recorded or masks its rollout; with it nobody who reads nothing can tell."""
+    """Without abort_call a begun call is recorded or masks its rollout; with it nobody can tell who reads nothing."""
     sink = Foreign()
     if aborts:
         sink.abort_call = sink.mark_incomplete  # type: ignore[attr-defined]

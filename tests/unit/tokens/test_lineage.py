@@ -13,7 +13,15 @@ import pytest
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.hashing import ChainHash
 from toprope.tokens.items import item_digests
-from toprope.tokens.lineage import DEFERRED, LineageHistory, ParentChoice, _Strand, decide, decide_deferred
+from toprope.tokens.lineage import (
+    DEFERRED,
+    DEFERRED_ALL_TOLD,
+    LineageHistory,
+    ParentChoice,
+    _Strand,
+    decide,
+    decide_deferred,
+)
 
 GOLDEN = [
     json.loads(line)
@@ -152,6 +160,27 @@ def test_a11_expanded_image_runs_match_and_the_unexpanded_form_does_not() -> Non
     assert (choice.decision, choice.reason) == ("unresolved", "history_rewritten:c1@2")
 
 
+@pytest.mark.parametrize(("wrote", "sent"), [(1, True), (True, 1), (0, False), (None, 0)])
+def test_a_changed_value_that_python_holds_for_equal_is_an_edited_history(wrote: Any, sent: Any) -> None:
+    """The second request is known by what it has in common with the first; 1 for True is not in common."""
+
+    def act(value: Any) -> dict[str, Any]:
+        return {"type": "computer_call", "action": {"deep": [{"x": value}]}}
+
+    history = LineageHistory()
+    record(history, "c1", [item("u:hi")], [1], [2], [act(wrote)])
+    record(history, "c2", [item("u:hi"), act(wrote), item("u:a")], [1, 2, 3], [4], [item("a:b")])
+    whole = [item("u:hi"), act(wrote), item("u:a"), item("a:b"), item("u:z")]
+    assert decide(history, whole, [1, 2, 3, 4, 5]).parent_call_id == "c2"
+    assert decide(history, [whole[0], act(sent), *whole[2:]], [1, 2, 3, 4, 5]).reason == "unrecorded_turn"
+
+
+def test_a_turn_sent_back_twice_is_not_accounted_for_by_the_one_that_was_sampled() -> None:
+    history = after_one_call([2], ["a:ok"], [1])
+    assert ask(history, ["u:hi", "a:ok", "a:ok", "u:y"], [1, 2, 9, 3]).reason == "unrecorded_turn"
+    assert ask(history, ["u:hi", "a:ok", "u:y"], [1, 2, 3]).parent_call_id == "c1"
+
+
 def test_renumbered_ids_and_reserialised_arguments_find_the_parent() -> None:
     history = LineageHistory()
     wrote = {
@@ -189,6 +218,32 @@ def test_a_partial_turn_of_an_aborted_call_is_seen_when_the_agent_keeps_it() -> 
     assert ask(history, ["u:q", "a:shown", "u:hi"], [1]).decision == "root"
     choice = ask(history, ["u:q", "a:shown", "u:hi", "a:par"], [1, 2])
     assert (choice.decision, choice.reason) == ("unresolved", "unrecorded_turn")
+
+
+def test_what_a_lost_call_said_is_vouched_for_by_no_later_one() -> None:
+    """A request that held a lost turn and was lost itself does not make that turn a shown one."""
+    history = LineageHistory()
+    history.note_unrecorded(item_digests([item("u:hi")]))
+    history.note_unrecorded(item_digests([item("u:hi"), item("a:par"), item("u:go")]))
+    assert ask(history, ["u:hi", "a:par", "u:go"], [1, 2]).reason == "unrecorded_turn"
+
+
+def test_a_first_request_with_model_turns_is_no_root_where_lost_calls_were_not_seen() -> None:
+    history = LineageHistory(unseen=True)
+    assert ask(history, ["u:hi", "a:shown", "u:go"], [1]).reason == "unrecorded_turn"
+    history.note_unrecorded(item_digests([item("u:hi"), item("a:shown"), item("u:go")]))
+    assert ask(history, ["u:hi", "a:shown", "u:go"], [1]).reason == "unrecorded_turn"
+    assert ask(history, ["u:hi"], [1]).reason == "first_call"
+
+
+@pytest.mark.parametrize(("told", "decision"), [(DEFERRED, "unresolved"), (DEFERRED_ALL_TOLD, "root")])
+def test_a_deferred_first_call_with_model_turns_is_a_root_only_where_none_can_have_been_aborted(
+    told: str, decision: str
+) -> None:
+    choice = ParentChoice("unresolved", None, told, ChainHash())
+    shown = item_digests([item("u:hi"), item("a:shown"), item("u:go")])
+    first = replace(entry_of("c1", [1], [2], [item("a:x")], choice), item_digests=shown)
+    assert [e.parent_decision for e in decide_deferred([first])] == [decision]
 
 
 def test_a_history_rebuilt_from_its_records_decides_the_same() -> None:

@@ -65,6 +65,28 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if len(history) == 0 and history.first_request_is_accounted_for(asked.all()):",
         "if len(history) == 0:",
     ),
+    "what_was_lost_unseen_is_no_matter": (
+        "lineage",
+        "nothing_before = not (self.unseen or self._unrecorded)",
+        "nothing_before = not self._unrecorded",
+    ),
+    "a_lost_retry_vouches_for_what_it_kept": (
+        "lineage",
+        "if self.first_request_is_accounted_for(tuple(request_digests)):",
+        "if True:",
+    ),
+    "deferred_first_calls_are_roots": (
+        "lineage",
+        "history.unseen = entry.parent_resolution_reason != DEFERRED_ALL_TOLD",
+        "history.unseen = False",
+    ),
+    "marks_not_counted_on_the_way_down": (
+        "lineage",
+        "if added is not None and not CountedMarks(node.own_output).missing(added):",
+        "if added is not None and {content_of(mark) for mark in added}"
+        " <= {content_of(mark) for mark in node.own_output}:",
+    ),
+    "equal_values_of_other_types_are_the_same": ("lineage", "for at in self.exacting)", "for at in ())"),
     "an_uncaptured_turn_is_called_a_rewrite": (
         "lineage",
         "return all(content_of(mark) in self._contents for mark in asked)",
