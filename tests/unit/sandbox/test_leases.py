@@ -146,7 +146,7 @@ async def test_what_a_sandbox_leaves_unreadable_is_removed_all_the_same(tmp_path
 
 DEEP = """
 import os
-for number in range(3000):
+for number in range(1200):
     os.mkdir("d" * 200)
     os.chdir("d" * 200)
     open("file", "w").close()
@@ -176,7 +176,7 @@ if os.geteuid() == 0:
 root = Path(sys.argv[1], "tree")
 root.mkdir()
 os.chdir(root)
-for number in range(1500):
+for number in range(1200):
     os.mkdir("d" * 200)
     os.chdir("d" * 200)
     open("file", "w").close()
@@ -185,7 +185,7 @@ for number in range(1500):
     os.mkdir("closed/inner", 0)
     os.chmod("closed", 0)
 here = os.open(".", os.O_RDONLY)
-for number in range(1400):
+for number in range(1150):
     above = os.open("..", os.O_RDONLY, dir_fd=here)
     os.chmod("d" * 200, 0, dir_fd=above)
     os.close(here)
