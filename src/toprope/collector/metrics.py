@@ -15,10 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 import msgspec
 
 Z95 = 1.959963984540054
+_SQUARABLE = 400
+"""Values below 2**400 can be squared and summed, a thousand million of them, within the range of floats."""
 
 
 class Spread(msgspec.Struct, frozen=True):
-    """`n` values; `std` is that of the sample (n - 1), None for a single value."""
+    """`n` values; `std` is that of the sample (n - 1), None for a single value, or beyond the range of floats."""
 
     n: int
     mean: float
@@ -28,7 +30,10 @@ class Spread(msgspec.Struct, frozen=True):
 
 
 class TaskSpread(msgspec.Struct, frozen=True):
-    """A measure over tasks: the mean of the task means, its standard error, its 95 % interval (None for one task)."""
+    """A measure over tasks: the mean of the task means, its standard error, its 95 % interval.
+
+    The error is None for one task, and the interval too; both are None where they pass the range of floats.
+    """
 
     tasks: int
     mean: float
@@ -48,8 +53,8 @@ def spread(values: Sequence[float]) -> Spread | None:
     """Mean, extremes and deviation; None without values."""
     if not values:
         return None
-    mean = math.fsum(values) / len(values)
-    return Spread(len(values), mean, min(values), max(values), _deviation(values, mean))
+    mean, deviation = _moments(values)
+    return Spread(len(values), mean, min(values), max(values), deviation)
 
 
 def over_tasks(means: Iterable[float]) -> TaskSpread | None:
@@ -57,12 +62,12 @@ def over_tasks(means: Iterable[float]) -> TaskSpread | None:
     values = list(means)
     if not values:
         return None
-    mean = math.fsum(values) / len(values)
-    deviation = _deviation(values, mean)
+    mean, deviation = _moments(values)
     if deviation is None:
         return TaskSpread(len(values), mean, None, None)
     error = deviation / math.sqrt(len(values))
-    return TaskSpread(len(values), mean, error, (mean - Z95 * error, mean + Z95 * error))
+    ends = (mean - Z95 * error, mean + Z95 * error)
+    return TaskSpread(len(values), mean, error, ends if all(map(math.isfinite, ends)) else None)
 
 
 def pass_at_k(passed: int, total: int, k: int) -> float:
@@ -97,6 +102,26 @@ def average_of_k(groups: Mapping[int, Sequence[float]], threshold: float) -> Pas
 
 def _passed(group: Sequence[float], threshold: float) -> int:
     return sum(value >= threshold for value in group)
+
+
+def _moments(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and sample deviation of one value or more; no deviation of a single one, or where none is a float.
+
+    A square passes the range of floats from 2**512 on, a sum from the largest float on: such values are scaled by a
+    power of two, which costs no digit, and the figures are scaled back.
+    """
+    power = max(math.frexp(value)[1] for value in values)
+    if power <= _SQUARABLE:
+        mean = math.fsum(values) / len(values)
+        return mean, _deviation(values, mean)
+    scaled = [math.ldexp(value, -power) for value in values]
+    # The last digit of a quotient may pass what it is a mean of, and that may be the largest float.
+    mean = min(max(math.fsum(scaled) / len(scaled), min(scaled)), max(scaled))
+    deviation = _deviation(scaled, mean)
+    try:
+        return math.ldexp(mean, power), None if deviation is None else math.ldexp(deviation, power)
+    except OverflowError:  # the deviation of values at both ends of the range
+        return math.ldexp(mean, power), None
 
 
 def _deviation(values: Sequence[float], mean: float) -> float | None:

@@ -63,3 +63,53 @@ def test_the_order_of_rows_never_changes_a_figure(values: list[float], random: o
     assert spread(values) == first
     assert first is not None
     assert math.isfinite(first.mean)
+
+
+LARGEST = 1.7976931348623157e308
+
+
+@pytest.mark.parametrize(
+    ("values", "mean", "std"),
+    [
+        ([LARGEST], LARGEST, None),
+        ([LARGEST, LARGEST, LARGEST], LARGEST, 0.0),
+        ([1.5e308, 1.7e308], 1.6e308, 1e307 * math.sqrt(2)),
+        ([0.0, 1e200], 5e199, 1e200 / math.sqrt(2)),
+        ([LARGEST, -LARGEST], 0.0, None),
+        ([5e-324, LARGEST], LARGEST / 2, LARGEST / math.sqrt(2)),
+    ],
+)
+def test_rewards_as_large_as_floats_have_figures_and_end_nothing(
+    values: list[float], mean: float, std: float | None
+) -> None:
+    found = spread(values)
+    assert found is not None
+    assert found.mean == pytest.approx(mean)
+    assert found.std == (None if std is None else pytest.approx(std))
+    assert spread(values[::-1]) == found
+    tasks = over_tasks(values)
+    assert tasks is not None
+    assert tasks.mean == found.mean
+    assert tasks.interval95 is None or all(map(math.isfinite, tasks.interval95))
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=20))
+def test_no_finite_rewards_have_a_figure_that_json_cannot_carry(values: list[float]) -> None:
+    found, tasks = spread(values), over_tasks(values)
+    assert found is not None
+    assert tasks is not None
+    assert min(values) <= found.mean <= max(values) or found.mean == pytest.approx(values[0])
+    ends = tasks.interval95 or ()
+    figures = [found.mean, found.std, tasks.mean, tasks.standard_error, *ends]
+    assert all(math.isfinite(figure) for figure in figures if figure is not None)
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=2, max_size=20), st.integers(200, 900))
+def test_scaling_rewards_by_a_power_of_two_scales_their_figures(values: list[float], power: int) -> None:
+    values = [round(value) for value in values]
+    plain, large = spread(values), spread([math.ldexp(value, power) for value in values])
+    assert plain is not None
+    assert large is not None
+    assert large.mean == pytest.approx(math.ldexp(plain.mean, power))
+    assert plain.std is not None
+    assert large.std == pytest.approx(math.ldexp(plain.std, power))
