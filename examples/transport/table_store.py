@@ -15,7 +15,20 @@ from pathlib import Path
 from toprope.capture.protocols import EntryConflict, closed
 from toprope.storage.lock import FileLock
 from toprope.tokens.entry import TokenEntry
-from toprope.tokens.lifecycle import Abort, Begin, Call, Drop, Freeze, Head, Mark, Phase, Put, Verdict, step
+from toprope.tokens.lifecycle import (
+    Abort,
+    Begin,
+    Call,
+    Drop,
+    Freeze,
+    Head,
+    Mark,
+    Phase,
+    Put,
+    Verdict,
+    snapshot_reasons,
+    step,
+)
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 
 
@@ -74,6 +87,8 @@ class TableStore:
             head, reasons, calls = self._read(db, key)
             call = calls.get(call_id, (Call(), None))[0]
             event = event_of(call, calls)
+            if head.phase is Phase.FROZEN and isinstance(event, Abort):
+                event = Abort(f"late:{event.reason}")  # recorded; it changes nothing that a snapshot showed
             done = step(head, call, event)
             if done.verdict is Verdict.REFUSED:
                 raise closed(key, head.phase, event.verb)
@@ -97,8 +112,19 @@ class TableStore:
             head, reasons, calls = self._read(db, key)
         if head.phase is not Phase.FROZEN:
             raise closed(key, head.phase, "freeze")
-        entries = tuple(TokenEntry.from_dump(json.loads(text)) for _, text in calls.values() if text is not None)
-        return TokenCaptureSnapshot(key, entries, head.incomplete, head.snapshot_id, head.version, tuple(reasons))
+        aborts = [state.abort for state, _ in calls.values() if state.abort is not None]
+        dumps = [json.loads(text) for _, text in calls.values() if text is not None]
+        for dump in dumps:
+            if f"replay_of:{dump['model_call_id']}" in aborts:
+                dump["client_gone"] = False  # its client came back and was given the recorded reply
+        return TokenCaptureSnapshot(
+            key,
+            tuple(TokenEntry.from_dump(dump) for dump in dumps),
+            head.incomplete,
+            head.snapshot_id,
+            head.version,
+            snapshot_reasons(reasons, aborts),
+        )
 
     @staticmethod
     def _read(db, key):

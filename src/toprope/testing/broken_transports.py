@@ -1,10 +1,12 @@
 """Transports that break one promise each, as real ones have: what the conformance suite must catch.
 
-Each is the sqlite store with one fault, so that nothing else is wrong with it. Never use them for anything else.
+Each is one of our stores with one fault, so that nothing else is wrong with it: the sqlite store, or where one process
+is enough the one in memory. Never use them for anything else.
 """
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from toprope.capture.epochs import WriterEpochs
+from toprope.capture.memory_store import MemoryStore
 from toprope.capture.protocols import BeginAck, Intent, JournalledCall, PutAck
 from toprope.capture.sqlite_store import SqliteStore
 from toprope.tokens.entry import TokenEntry
@@ -156,7 +159,84 @@ class AcceptsNan(SqliteStore):
         return await super().put(entry)
 
 
-BROKEN: dict[type[SqliteStore], str] = {
+class ComparesOnlyIds(MemoryStore):
+    """Takes a record with the same ids and other logprobs, or another parent, for one that was repeated."""
+
+    async def put(self, entry: TokenEntry) -> PutAck:
+        for there in await self.open_entries(entry.rollout_id):
+            same = (there.prompt_token_ids, there.generation_token_ids)
+            mine = (entry.prompt_token_ids, entry.generation_token_ids)
+            if there.model_call_id == entry.model_call_id and all(map(np.array_equal, same, mine)):
+                return await super().put(there)
+        return await super().put(entry)
+
+
+class DropsByVersion(MemoryStore):
+    """Drops whatever has the right version: a pair from before the key was made new erases the new attempt."""
+
+    async def drop(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
+        now = next((info for info in await self.list_captures(retired=True) if info.rollout_id == rollout_id), None)
+        mine = now.snapshot_id if now is not None and now.snapshot_id is not None else snapshot_id
+        return await super().drop(rollout_id, snapshot_id=mine, version=version)
+
+
+class ForgetsReplays(MemoryStore):
+    """Goes on saying of a reply that was fetched again that nobody read it: its row loses its last turn."""
+
+    async def abort_call(self, rollout_id: str, model_call_id: str, *, reason: str) -> None:
+        await super().abort_call(rollout_id, model_call_id, reason=reason.removeprefix("replay_of:"))
+
+
+class ForgetsReasons(MemoryStore):
+    """Says that a call is lost, and not why."""
+
+    async def mark_incomplete(self, rollout_id: str, model_call_id: str = "", *, reason: str | None = None) -> None:
+        await super().mark_incomplete(rollout_id, model_call_id)
+
+
+class ForgetsWhatWasCutShort(MemoryStore):
+    """A trajectory that a server ended looks as if the agent had ended it."""
+
+    async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
+        snapshot = await super().freeze(rollout_id)
+        return replace(snapshot, reasons=tuple(each for each in snapshot.reasons if "truncated" not in each))
+
+
+class ReceiptsOfNothing(MemoryStore):
+    """Receipts that name the calls and prove none of their logprobs."""
+
+    async def receipts(self, rollout_id: str) -> tuple[Receipt, ...] | None:
+        kept = await super().receipts(rollout_id)
+        return tuple(replace(each, logprobs_hash="0" * 64) for each in kept) if kept is not None else None
+
+
+class NeverWaits(MemoryStore):
+    """Says that nothing is in flight, whatever is: side calls of a rollout are lost."""
+
+    async def settle(self, rollout_id: str, timeout_s: float) -> bool:
+        return True
+
+
+class NeedsItsLastLine(SqliteStore):
+    """Keeps a list beside the records; a line that was not written to its end makes all of it unreadable."""
+
+    async def put(self, entry: TokenEntry) -> PutAck:
+        ack = await super().put(entry)
+        with self._list.open("a") as file:
+            file.write(json.dumps([entry.rollout_id, entry.model_call_id]) + "\n")
+        return ack
+
+    async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
+        for line in self._list.read_text().splitlines() if self._list.exists() else ():
+            json.loads(line)
+        return await super().freeze(rollout_id)
+
+    @property
+    def _list(self) -> Path:
+        return self.path.with_name(self.path.name + ".list")
+
+
+BROKEN: dict[type[SqliteStore | MemoryStore], str] = {
     MemoryOnly: "what_was_acknowledged_survives_the_death_of_its_process",
     NoTombstone: "a_dropped_rollout_stays_gone",
     AppendsEveryPut: "the_same_put_twice_is_one_entry",
@@ -166,5 +246,13 @@ BROKEN: dict[type[SqliteStore], str] = {
     DropsWhatIsStale: "a_mark_after_freeze_makes_the_old_pair_useless",
     SeesNoOthers: "put_is_visible_to_another_client_at_once",
     AcceptsNan: "a_logprob_that_is_no_number_is_refused",
+    ComparesOnlyIds: "other_bytes_under_a_call_id_mask_the_rollout",
+    DropsByVersion: "the_pair_of_another_snapshot_drops_nothing",
+    ForgetsReplays: "a_reply_that_was_fetched_again_was_read",
+    ForgetsReasons: "a_mark_keeps_its_reason",
+    ForgetsWhatWasCutShort: "a_reply_that_was_cut_short_is_told",
+    ReceiptsOfNothing: "receipts_outlive_the_payload",
+    NeverWaits: "settle_waits_for_what_is_in_flight",
+    NeedsItsLastLine: "a_torn_last_write_takes_nothing_along",
 }
 """Each broken transport with the one check that fails it."""

@@ -19,7 +19,6 @@ from toprope.capture.protocols import (
     CaptureLister,
     CaptureReader,
     Intent,
-    ReceiptSource,
     SupersedingSource,
 )
 from toprope.testing.capture_kit import (
@@ -67,13 +66,28 @@ async def the_same_put_twice_is_one_entry(connect: Connect, scale: Scale) -> Non
 
 
 async def other_bytes_under_a_call_id_mask_the_rollout(connect: Connect, scale: Scale) -> None:
+    text: tuple[dict[str, Any], ...] = ({"type": "message", "role": "assistant", "content": "another"},)
+    others: dict[str, dict[str, Any]] = {
+        "ids": {"generated": 3},
+        "prompt": {"prompt": (1, 2, 4)},
+        "decision": {"parent_decision": "unresolved", "parent_resolution_reason": "unrecorded_turn"},
+        "finish": {"finish_reason": "length"},
+        "items": {},
+        "logprobs": {},
+    }
     async with client(connect) as one:
-        entry = sample_entry(new_key(), "c1")
-        await one.sink.put(entry)
-        await refused(one.sink.put(sample_entry(entry.rollout_id, "c1", generated=3)), "a conflicting put was accepted")
-        snapshot = await one.source.freeze(entry.rollout_id)
-        demand(snapshot.entries == (entry,), "a conflicting put changed the entry")
-        demand(snapshot.incomplete, "a conflicting put left the rollout looking whole")
+        for what, told in others.items():
+            key = new_key()
+            entry, other = sample_entry(key, "c1"), sample_entry(key, "c1", **told)
+            if what == "items":
+                other = replace(other, output_items=text)
+            if what == "logprobs":
+                other = replace(other, generation_log_probs=entry.generation_log_probs - 0.5)
+            await one.sink.put(entry)
+            await refused(one.sink.put(other), f"another record (its {what} differ) was accepted under a call id")
+            snapshot = await one.source.freeze(key)
+            demand(snapshot.entries == (entry,), f"a conflicting put (its {what} differ) changed the entry")
+            demand(snapshot.incomplete, f"a conflicting put (its {what} differ) left the rollout looking whole")
 
 
 async def a_logprob_that_is_no_number_is_refused(connect: Connect, scale: Scale) -> None:
@@ -346,22 +360,6 @@ async def superseding_sets_aside_and_mixes_nothing(connect: Connect, scale: Scal
         await one.sink.put(sample_entry(key, "new"))
         demand(await frozen_ids(one, key) == ["new"], "entries of a superseded attempt are mixed in")
         demand(name is not None and await frozen_ids(one, name) == ["old"], "superseded evidence is gone")
-
-
-async def receipts_outlive_the_payload(connect: Connect, scale: Scale) -> None:
-    async with client(connect) as one, client(connect) as other:
-        if not isinstance(one.source, ReceiptSource) or not isinstance(other.source, ReceiptSource):
-            raise Skipped("the source keeps no receipts")
-        key = new_key()
-        await one.sink.put(sample_entry(key, "c1"))
-        demand(await one.source.receipts(key) is None, "there are receipts of a rollout that was not delivered")
-        snapshot = await one.source.freeze(key)
-        await one.source.drop(key, snapshot_id=snapshot.snapshot_id, version=snapshot.version)
-        kept = await other.source.receipts(key)
-        demand(
-            kept is not None and [(r.model_call_id, r.prompt_len, r.gen_len) for r in kept] == [("c1", 3, 2)],
-            "receipts",
-        )
 
 
 async def reading_leaves_no_trace(connect: Connect, scale: Scale) -> None:

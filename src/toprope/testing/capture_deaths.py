@@ -5,8 +5,11 @@ For transports that are named (`capture_endpoints.Endpoints`), since another pro
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import shutil
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from toprope.testing.capture_endpoints import Endpoints, OtherProcess
 from toprope.testing.capture_kit import (
@@ -85,6 +88,65 @@ async def several_processes_write_one_rollout(connect: Connect, scale: Scale) ->
         wanted = {f"{name}{n}" for name in "ab" for n in range(count)} | {"here-a", "here-b"}
         found = await frozen_ids(here, key)
         demand(sorted(found) == sorted(wanted), f"{len(wanted)} entries of three processes, {len(found)} are there")
+
+
+async def a_torn_last_write_takes_nothing_along(connect: Connect, scale: Scale) -> None:
+    """What grew in the last write is cut anywhere, as a power cut leaves it: the records before it are whole."""
+    if not isinstance(connect, Endpoints):
+        raise Skipped("nothing says where this transport keeps its files: it is not named as module:Class")
+    places = {name: Path(value) for name, value in connect.kwargs.items() if _names_files(value)}
+    if not places:
+        raise Skipped("none of its arguments is the path of something that it made")
+    key = new_key()
+    first, last = sample_entry(key, "c0"), sample_entry(key, "c1")
+    with TemporaryDirectory(prefix="torn-", dir=next(iter(places.values())).absolute().parent) as root:
+        written, after = await _last_write(_moved(connect, places, Path(root, "whole")), Path(root, "whole"), key)
+        for n, (name, size) in enumerate(_tears(written, after, scale.tears)):
+            torn = Path(root, f"torn-{n}")
+            for each, data in after.items():
+                (torn / each).parent.mkdir(parents=True, exist_ok=True)
+                (torn / each).write_bytes(data[:size] if each == name else data)
+            where = f"{name} ends after {size - len(written[name])} of {len(after[name]) - len(written[name])} bytes"
+            async with client(_moved(connect, places, torn)) as later:
+                found = {entry.model_call_id: entry for entry in (await later.source.freeze(key)).entries}
+            demand(found.pop("c0", None) == first, f"{where} of the last write: a record before it is gone or changed")
+            demand(found in ({}, {"c1": last}), f"{where} of the last write: it came back changed")
+            demand(bool(found) or size < len(after[name]), "what was acknowledged is gone, and nothing was torn")
+            shutil.rmtree(torn)
+
+
+def _names_files(value: object) -> bool:
+    return isinstance(value, str) and bool(value) and Path(value).exists()
+
+
+def _moved(endpoints: Endpoints, places: Mapping[str, Path], directory: Path) -> Endpoints:
+    directory.mkdir(exist_ok=True)
+    kwargs = {**endpoints.kwargs, **{name: str(directory / path.name) for name, path in places.items()}}
+    return Endpoints(endpoints.sink, endpoints.source, kwargs)
+
+
+async def _last_write(endpoints: Endpoints, directory: Path, key: str) -> tuple[dict[str, bytes], dict[str, bytes]]:
+    """The files of a transport before and after the put of call c1, by a process that was killed then."""
+
+    def files() -> dict[str, bytes]:
+        return {str(each.relative_to(directory)): each.read_bytes() for each in directory.rglob("*") if each.is_file()}
+
+    async with client(endpoints) as here, _another(endpoints, here.sink) as there:
+        await there.tell("put", key, "c0")
+        before = files()
+        await there.tell("put", key, "c1")
+        after = files()
+        await there.kill()
+    return before, after
+
+
+def _tears(before: Mapping[str, bytes], after: Mapping[str, bytes], most: int) -> Iterator[tuple[str, int]]:
+    """Each file that the last write was appended to, with the sizes to cut it to; the whole size comes last."""
+    for name, data in after.items():
+        size = len(before.get(name, data))
+        if size < len(data) and data.startswith(before[name]):
+            step = max(1, (len(data) - size) // most)
+            yield from ((name, at) for at in (*range(size, len(data), step), len(data) - 1, len(data)))
 
 
 @asynccontextmanager

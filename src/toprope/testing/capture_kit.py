@@ -45,18 +45,22 @@ Connect: TypeAlias = Callable[[], Awaitable[Transport]]
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """How hard to try. The defaults take a few seconds on a local disk; the suite's full size is `Scale.full()`."""
+    """How hard to try. The defaults take a few seconds on a local disk; the suite's full size is `Scale.full()`.
+
+    `tears` is at how many places of the last write a file is torn, at most.
+    """
 
     races: int = 50
     chain: int = 200
     entries: int = 500
     writers: int = 16
     big: int = 50_000
+    tears: int = 40
 
     @classmethod
     def full(cls) -> Scale:
-        """1,000 races, chains 1,000 deep, 10,000 entries, one entry of 500,000 tokens."""
-        return cls(races=1000, chain=1000, entries=10_000, writers=64, big=500_000)
+        """1,000 races, chains 1,000 deep, 10,000 entries, one entry of 500,000 tokens, a tear at every byte."""
+        return cls(races=1000, chain=1000, entries=10_000, writers=64, big=500_000, tears=1_000_000)
 
 
 Check: TypeAlias = Callable[[Connect, Scale], Awaitable[None]]

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from toprope.testing import capture_checks as checks
 from toprope.testing import capture_deaths as deaths
+from toprope.testing import capture_reasons as told
 from toprope.testing.capture_kit import Check, Scale, Skipped
 from toprope.testing.capture_kit import Connect as Connect
 from toprope.testing.capture_kit import Nonconforming as Nonconforming
@@ -82,6 +83,11 @@ _SINGLE: tuple[Check, ...] = (
     checks.an_aborted_intent_does_not_mask,
     checks.the_journal_tells_every_begun_call_in_order,
     checks.superseding_sets_aside_and_mixes_nothing,
+    told.a_mark_keeps_its_reason,
+    told.a_reply_that_was_cut_short_is_told,
+    told.a_reply_that_was_fetched_again_was_read,
+    told.the_pair_of_another_snapshot_drops_nothing,
+    told.settle_waits_for_what_is_in_flight,
 )
 """One promise each; the others build on them."""
 
@@ -93,7 +99,7 @@ CHECKS: tuple[Check, ...] = (
     checks.many_writers_lose_nothing,
     checks.a_deep_chain_comes_back_whole,
     checks.a_very_long_call_is_kept,
-    checks.receipts_outlive_the_payload,
+    told.receipts_outlive_the_payload,
     checks.a_swept_rollout_stays_closed,
     checks.reading_leaves_no_trace,
     deaths.what_another_process_puts_is_visible_at_once,
@@ -101,6 +107,7 @@ CHECKS: tuple[Check, ...] = (
     deaths.an_intent_survives_the_death_of_its_process,
     deaths.a_tombstone_survives_the_death_of_its_process,
     deaths.several_processes_write_one_rollout,
+    deaths.a_torn_last_write_takes_nothing_along,
 )
 
 NEEDS: dict[Check, tuple[Check, ...]] = {
@@ -108,6 +115,19 @@ NEEDS: dict[Check, tuple[Check, ...]] = {
     checks.freeze_makes_the_set_final: (_VISIBLE,),
     checks.an_unknown_key_freezes_to_nothing_for_good: (_VISIBLE,),
     checks.the_journal_tells_every_begun_call_in_order: (checks.an_open_intent_masks_and_a_put_satisfies_it,),
+    told.a_mark_keeps_its_reason: (_VISIBLE, checks.a_mark_after_freeze_makes_the_old_pair_useless),
+    told.a_reply_that_was_cut_short_is_told: (_VISIBLE, checks.an_aborted_intent_does_not_mask),
+    told.a_reply_that_was_fetched_again_was_read: (
+        _VISIBLE,
+        checks.every_field_of_a_record_comes_back,
+        checks.an_aborted_intent_does_not_mask,
+    ),
+    told.the_pair_of_another_snapshot_drops_nothing: (
+        checks.a_mark_after_freeze_makes_the_old_pair_useless,
+        checks.a_dropped_rollout_stays_gone,
+        checks.superseding_sets_aside_and_mixes_nothing,
+    ),
+    told.settle_waits_for_what_is_in_flight: (_VISIBLE, checks.an_open_intent_masks_and_a_put_satisfies_it),
     every_cell_of_the_table_holds: _SINGLE,
     checks.a_put_racing_freeze_is_in_or_makes_the_pair_stale: (
         _VISIBLE,
@@ -115,10 +135,11 @@ NEEDS: dict[Check, tuple[Check, ...]] = {
     ),
     checks.many_writers_lose_nothing: (_VISIBLE,),
     checks.a_deep_chain_comes_back_whole: (_VISIBLE,),
-    checks.receipts_outlive_the_payload: (_VISIBLE, checks.a_dropped_rollout_stays_gone),
+    told.receipts_outlive_the_payload: (_VISIBLE, checks.a_dropped_rollout_stays_gone),
     deaths.what_another_process_puts_is_visible_at_once: (_VISIBLE,),
     deaths.an_intent_survives_the_death_of_its_process: (checks.an_open_intent_masks_and_a_put_satisfies_it,),
     deaths.a_tombstone_survives_the_death_of_its_process: (checks.a_dropped_rollout_stays_gone,),
     deaths.several_processes_write_one_rollout: (_VISIBLE,),
+    deaths.a_torn_last_write_takes_nothing_along: (deaths.what_was_acknowledged_survives_the_death_of_its_process,),
 }
 """A check that would only say again what an earlier one said."""

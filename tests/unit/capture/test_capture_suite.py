@@ -17,7 +17,7 @@ from toprope.testing.capture_suite import CHECKS, NEEDS, Outcome, Scale, Transpo
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 
-SMALL = Scale(races=10, chain=30, entries=40, writers=8, big=2_000)
+SMALL = Scale(races=10, chain=30, entries=40, writers=8, big=2_000, tears=6)
 STORES = {
     "sqlite": "toprope.capture.sqlite_store:SqliteStore",
     "jsonl": "toprope.capture.jsonl_store:JsonlStore",
@@ -45,9 +45,10 @@ async def test_every_store_that_ships_passes(kind: str, tmp_path: Path) -> None:
 @pytest.mark.promise("CP-13")
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 async def test_a_broken_transport_is_failed_by_its_own_check_and_by_no_other(
-    broken: type[SqliteStore], memory_dir: Path
+    broken: type[SqliteStore | MemoryStore], memory_dir: Path
 ) -> None:
-    named = Endpoints(f"{broken.__module__}:{broken.__name__}", kwargs={"path": str(memory_dir / "c.sqlite")})
+    kwargs = {"path": str(memory_dir / "c.sqlite")} if issubclass(broken, SqliteStore) else {}
+    named = Endpoints(f"{broken.__module__}:{broken.__name__}", kwargs=kwargs)
     outcomes = await run_suite(named, SMALL)
     assert [each.check for each in outcomes if each.result == "failed"] == [BROKEN[broken]]
     passed = sum(each.result == "passed" for each in outcomes)
@@ -159,6 +160,10 @@ async def test_a_sink_and_a_source_with_exactly_nemo_gyms_signatures_pass(memory
         "an_aborted_intent_does_not_mask",
         "the_journal_tells_every_begun_call_in_order",
         "superseding_sets_aside_and_mixes_nothing",
+        "a_mark_keeps_its_reason",
+        "a_reply_that_was_cut_short_is_told",
+        "a_reply_that_was_fetched_again_was_read",
+        "settle_waits_for_what_is_in_flight",
         "receipts_outlive_the_payload",
         "a_swept_rollout_stays_closed",
         "reading_leaves_no_trace",
