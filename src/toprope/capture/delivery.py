@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NotRequired, Protocol, TypeAlias, TypedDict, runtime_checkable
 
-from toprope.capture.bounds import within
+from toprope.capture.bounds import is_callers, within
 from toprope.capture.protocols import TokenSource
 from toprope.correlation.ids import capture_key
 from toprope.errors.tree import CaptureClosed
@@ -110,7 +110,9 @@ async def finalize_rollout_token_capture(
         delivered = await asyncio.to_thread(work.deliver_row) if heavy else work.deliver_row()
     except CaptureClosed as error:
         return _without_capture(row, reasons.ALREADY_DELIVERED, f"{key}: already delivered ({error})")
-    except Exception as error:  # a failing transport or evidence of a kind never seen masks this row and no other
+    except (Exception, asyncio.CancelledError) as error:  # a transport that fails, evidence of a kind never seen: this
+        if is_callers(error):  # row is masked and no other
+            raise
         log.warning("capture of %s: not delivered: %s: %s", key, type(error).__name__, error, exc_info=True)
         return _without_capture(row, reasons.SOURCE_FAILED, f"{key}: {type(error).__name__}: {error}")
     delivered["metrics"]["build_s"] = round(time.perf_counter() - started, 6)
@@ -150,7 +152,9 @@ async def retire_redundant_capture(
         snapshot = await within(timeout_s, source.freeze(rollout_id), "freeze")
     except CaptureClosed:
         return True
-    except Exception as error:  # evidence that cannot be reached is kept, and listed by `capture ls`
+    except (Exception, asyncio.CancelledError) as error:  # evidence that cannot be reached is kept, and listed
+        if is_callers(error):
+            raise
         log.warning("capture of %s: not retired: %s: %s", rollout_id, type(error).__name__, error)
         return False
     return await _drop(rollout_id, source, snapshot.snapshot_id, snapshot.version, timeout_s)
@@ -324,6 +328,8 @@ async def _drop(rollout_id: str, source: TokenSource, snapshot_id: str, version:
     try:
         dropped = source.drop(rollout_id, snapshot_id=snapshot_id, version=version)
         return bool(await within(timeout_s, dropped, "drop"))
-    except Exception as error:  # the row is safe and the evidence is kept: nothing that may fail a rollout
+    except (Exception, asyncio.CancelledError) as error:  # the row is safe, the evidence is kept: fails no rollout
+        if is_callers(error):
+            raise
         log.warning("capture of %s: not retired: %s: %s", rollout_id, type(error).__name__, error)
         return False

@@ -18,10 +18,11 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
+from toprope.capture.bounds import is_callers
 from toprope.capture.evidence import CallEvidence as CallEvidence
 from toprope.capture.evidence import judged, record_of
 from toprope.capture.prompts import PromptArena
@@ -46,6 +47,8 @@ from toprope.tokens.sampled import SampledTokens
 
 log = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _MAX_ROLLOUTS = 16_384
 """Rollouts in the index: several times what one process runs at once; an empty one is about 3 KB."""
 
@@ -53,6 +56,9 @@ _NOTHING_SAMPLED = ("replay_of:", "waited_for:", "not_sent")
 """Aborts of calls that never went upstream: no part of a turn of theirs can stand in a later request."""
 
 OnCaptureError = Literal["mask", "fail"]
+
+_WHATEVER = (Exception, asyncio.CancelledError)
+"""What a sink or reader may raise: also a cancellation of its own, which must not pass for that of the call."""
 
 
 class _Rollout:
@@ -151,7 +157,9 @@ class Recorder:
         except CaptureClosed:
             self.forget(key)
             raise
-        except Exception as error:
+        except _WHATEVER as error:
+            if is_callers(error):
+                raise
             raise CaptureError(f"call {call_id} of {key}: its intent could not be written ({_said(error)})") from error
         if self._reader is not None:
             self._learn_from_begin(self._rollout(key), ack)
@@ -179,11 +187,11 @@ class Recorder:
 
     async def journal(self, key: str) -> tuple[JournalledCall, ...]:
         """The calls of `key` that were begun, in order, by whichever process; nothing where that cannot be read."""
-        return await self._journal.begun_calls(key) if self._journal is not None else ()
+        return await _read(self._journal.begun_calls(key)) if self._journal is not None else ()
 
     async def recorded(self, key: str, since: int = 0) -> tuple[TokenEntry, ...]:
         """The durable entries of `key` after the first `since`; nothing where they cannot be read."""
-        return await self._reader.open_entries(key, since) if self._reader is not None else ()
+        return await _read(self._reader.open_entries(key, since)) if self._reader is not None else ()
 
     @property
     def readable(self) -> bool:
@@ -223,7 +231,9 @@ class Recorder:
             self._note_unrecorded(call.key, call.marks())
             await self._lose(call.key, call.call_id, fault.reason, str(fault))
             return
-        except Exception as error:  # a fault of ours must not fail the agent's call
+        except _WHATEVER as error:  # a fault of ours must not fail the agent's call
+            if is_callers(error):
+                raise
             log.exception("capture: call %s of %s could not be made into a record", call.call_id, call.key)
             await self._lose(call.key, call.call_id, "write_failed", _said(error))
             return
@@ -243,7 +253,9 @@ class Recorder:
                 raise
         except BadRecord as fault:
             await self._lose(call.key, call.call_id, fault.reason, str(fault))
-        except Exception as error:  # whatever a sink raises, the loss is said
+        except _WHATEVER as error:  # whatever a sink raises, the loss is said
+            if is_callers(error):
+                raise
             await self._lose(call.key, call.call_id, "write_failed", _said(error))
         else:
             if isinstance(ack, PutAck) and call.key in self._rollouts:
@@ -259,7 +271,9 @@ class Recorder:
         if rollout.shared:
             try:
                 await self._read_others(call.key, rollout)
-            except Exception:  # blind is not lost: the builder decides with everything before it
+            except _WHATEVER as error:  # blind is not lost: the builder decides with everything before it
+                if is_callers(error):
+                    raise
                 log.exception("capture: %s: recorded calls could not be read", call.key)
                 return self._deferred(call, tokens)
         # From here to the end nothing is awaited: a parallel call sees either none of this or all.
@@ -293,7 +307,9 @@ class Recorder:
             await self._aborting.abort_call(key, call_id, reason=reason)
         except CaptureClosed as error:
             log.info("capture: abort of call %s (%s): %s", call_id, reason, error)
-        except Exception:  # the intent stays open and will count as lost
+        except _WHATEVER as error:  # the intent stays open and will count as lost
+            if is_callers(error):
+                raise
             log.exception("capture: call %s of %s could not be aborted (%s)", call_id, key, reason)
 
     async def _lose(self, key: str, call_id: str, reason: str, detail: str) -> None:
@@ -305,7 +321,9 @@ class Recorder:
                 await self._sink.mark_incomplete(key, call_id)
         except CaptureClosed as error:
             log.warning("capture: the loss of call %s came after delivery: %s", call_id, error)
-        except Exception:  # the open intent is what is left to say it
+        except _WHATEVER as error:  # the open intent is what is left to say it
+            if is_callers(error):
+                raise
             log.exception("capture: %s could not be marked incomplete; its open intent has to mask it", key)
         else:
             if call_id and self._aborting is not None:  # said durably: nobody need wait for this call any more
@@ -393,7 +411,17 @@ class Recorder:
         return limits
 
 
-def _said(error: Exception) -> str:
+async def _read(work: Awaitable[T]) -> T:
+    """What a reader answers; a cancellation of its own is `CaptureError`: nobody takes it for that of the call."""
+    try:
+        return await work
+    except asyncio.CancelledError as error:
+        if is_callers(error):
+            raise
+        raise CaptureError("the capture store broke off while it was read") from error
+
+
+def _said(error: BaseException) -> str:
     """An error with its kind; `repr` leaves out the file of an `OSError`."""
     return f"{type(error).__name__}: {error}"
 

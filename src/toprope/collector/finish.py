@@ -10,6 +10,7 @@ a row may hold (`results.rows`), whether to try again (`schedule`).
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from toprope.canonical.json import NotJson
-from toprope.capture.bounds import within
+from toprope.capture.bounds import is_callers, within
 from toprope.capture.delivery import (
     Delivered,
     finalize_rollout_token_capture,
@@ -112,7 +113,9 @@ class Finisher:
             return False
         try:
             begun = await within(self._capture.source_timeout_s, self._source.begun_calls(key), "begun_calls")
-        except Exception as error:  # the failure itself is known and is written down as it came
+        except (Exception, asyncio.CancelledError) as error:  # the failure is known and is written down as it came
+            if is_callers(error):
+                raise
             log.warning("capture of %s: not read: %s: %s", key, type(error).__name__, error)
             return False
         return any(call.abort == GIVEN_UP for call in begun)
@@ -125,8 +128,10 @@ class Finisher:
             return None
         if doubt is not None:
             return masked_for_its_source(row, doubt)
+        # A row with a verdict is no failure row, whatever the environment calls its reward: its tokens are delivered.
+        graded = {name: value for name, value in row.items() if name != "failure_kind"}
         return await finalize_rollout_token_capture(
-            row,
+            graded,
             self._source,
             settle_s=self._capture.settle_s,
             format=self._capture.format,
@@ -167,7 +172,9 @@ class Finisher:
                 retired = await retire_rollout_token_capture(key, source, delivered, timeout_s=bound)
             if not retired:
                 log.warning("rollout %s: its capture was not retired and stays as evidence", key)
-        except Exception:  # the row is delivered; evidence that stays is listed by `capture ls`
+        except (Exception, asyncio.CancelledError) as error:  # delivered; what stays is listed by `capture ls`
+            if is_callers(error):
+                raise
             log.exception("rollout %s: retiring its capture failed; it stays as evidence", key)
 
 

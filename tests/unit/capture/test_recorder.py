@@ -414,6 +414,58 @@ async def test_a_failing_intent_fails_the_call_before_it_is_sent() -> None:
         await Recorder(Broken()).begin("k", "c1")
 
 
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize("verb", ["put", "abort_call", "mark_incomplete", "open_entries"])
+async def test_a_sink_that_cancels_by_itself_costs_its_rollout_and_fails_no_call(verb: str) -> None:
+    """A cancellation that nobody asked for is a failure like another; the open intent says it where a mark cannot."""
+
+    async def broken(*_: Any, **__: Any) -> Any:
+        raise asyncio.CancelledError
+
+    store = MemoryStore()
+    setattr(store, verb, broken)
+    if verb == "mark_incomplete":
+        store.put = broken  # type: ignore[method-assign]
+    recorder = Recorder(store, reader=store)
+    await store.begin_call("k", "elsewhere")
+    await store.abort_call("k", "elsewhere", reason="x") if verb != "abort_call" else None
+    await recorder.begin("k", "c1")
+    await recorder.record(evidence("c1"))
+    await recorder.begin("k", "c2")
+    await recorder.abort("k", "c2", "client_gone")
+    await recorder.close()
+    snapshot = await store.freeze("k")
+    assert snapshot.incomplete == (verb != "open_entries")
+    if verb == "open_entries":
+        assert [e.parent_resolution_reason for e in snapshot.entries] == [DEFERRED]
+        with pytest.raises(CaptureError):
+            await recorder.recorded("k")
+
+
+async def test_an_intent_that_cancels_by_itself_is_a_failed_intent_and_a_leaving_client_is_none() -> None:
+    store = MemoryStore()
+    asked = asyncio.Event()
+    hang = False
+
+    async def broken(*_: Any, **__: Any) -> Any:
+        asked.set()
+        if hang:
+            await asyncio.Event().wait()
+        raise asyncio.CancelledError
+
+    store.begin_call = broken  # type: ignore[method-assign]
+    recorder = Recorder(store, reader=store)
+    with pytest.raises(CaptureError, match="c1 of k"):
+        await recorder.begin("k", "c1")
+    hang = True
+    asked.clear()
+    leaving = asyncio.create_task(recorder.begin("k", "c2"))
+    await asked.wait()
+    leaving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await leaving
+
+
 async def test_a_put_and_a_mark_that_both_fail_leave_the_open_intent_to_say_it() -> None:
     class Broken(MemoryStore):
         async def put(self, entry: TokenEntry) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -177,13 +178,14 @@ async def test_a_source_with_exactly_nemo_gyms_signatures_passes_a_run_and_is_ne
 class FailingFor:
     """A source whose transport breaks for one key."""
 
-    def __init__(self, store: MemoryStore, key: str) -> None:
+    def __init__(self, store: MemoryStore, key: str, error: BaseException | None = None) -> None:
         self._store = store
         self._key = key
+        self._error = error or ConnectionError("transport down")
 
     async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
         if rollout_id == self._key:
-            raise ConnectionError("transport down")
+            raise self._error
         return await self._store.freeze(rollout_id)
 
     async def drop(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
@@ -194,7 +196,8 @@ class FailingFor:
 
 
 @pytest.mark.promise("CP-11")
-async def test_a_failing_source_masks_one_row_and_not_the_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("error", [ConnectionError("transport down"), asyncio.CancelledError()])
+async def test_a_failing_source_masks_one_row_and_not_the_batch(tmp_path: Path, error: BaseException) -> None:
     store = MemoryStore()
 
     async def answer(run: Run) -> dict[str, Any]:
@@ -202,10 +205,29 @@ async def test_a_failing_source_masks_one_row_and_not_the_batch(tmp_path: Path) 
         return run.result(1.0)
 
     summary = await collect_scripted(
-        tmp_path, answer, tasks(3), source=FailingFor(store, "run.1-0"), selected=True, capture=no_wait()
+        tmp_path, answer, tasks(3), source=FailingFor(store, "run.1-0", error), selected=True, capture=no_wait()
     )
-    assert (summary.coverage.measured, summary.coverage.masked) == (2, 1)
+    assert (summary.coverage.measured, summary.coverage.masked, summary.coverage.omitted) == (2, 1, 0)
     assert summary.masks.reasons == {"source_failed": 1}
+
+
+@pytest.mark.promise("CP-11")
+async def test_a_drop_that_cancels_keeps_the_evidence_and_the_row(tmp_path: Path) -> None:
+    store = MemoryStore()
+
+    class Dropping(FailingFor):
+        async def drop(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
+            raise asyncio.CancelledError
+
+    async def answer(run: Run) -> dict[str, Any]:
+        await sample_calls(store, run.key, TURNS)
+        return run.result(1.0)
+
+    summary = await collect_scripted(
+        tmp_path, answer, tasks(2), source=Dropping(store, ""), selected=True, capture=no_wait()
+    )
+    assert (summary.coverage.measured, summary.coverage.omitted) == (2, 0)
+    assert {info.state for info in await store.list_captures()} == {"frozen"}
 
 
 @pytest.mark.promise("CP-10")

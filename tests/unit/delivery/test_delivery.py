@@ -172,8 +172,18 @@ class Broken:
 
 
 @pytest.mark.promise("CP-11")
-@pytest.mark.parametrize("error", [OSError("far end is gone"), RuntimeError("?"), KeyError("r"), TimeoutError()])
-async def test_a_failing_source_masks_one_row_and_not_the_batch(error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("far end is gone"),
+        RuntimeError("?"),
+        KeyError("r"),
+        TimeoutError(),
+        asyncio.CancelledError(),
+        GeneratorExit(),
+    ],
+)
+async def test_a_failing_source_masks_one_row_and_not_the_batch(error: BaseException) -> None:
     good, bad = await a_store(linear()), Broken(error)
     rows = [a_row(), a_row(), a_row()]
     out = await asyncio.gather(*(finalize(r, s) for r, s in zip(rows, (good, bad, good), strict=True)))
@@ -184,9 +194,63 @@ async def test_a_failing_source_masks_one_row_and_not_the_batch(error: Exception
     assert await retire_redundant_capture("r", bad) is False
 
 
+class Hanging(Broken):
+    """A source that never answers, and says when it was asked."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
+        self.asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError("nobody sets this")
+
+    async def drop(self, rollout_id: str, *, snapshot_id: str, version: int) -> bool:
+        return bool(await self.freeze(rollout_id))
+
+
+class Early(Broken):
+    """A source that breaks off before it gives anything to wait for."""
+
+    def freeze(self, rollout_id: str) -> Any:
+        raise asyncio.CancelledError
+
+    def drop(self, rollout_id: str, *, snapshot_id: str, version: int) -> Any:
+        raise asyncio.CancelledError
+
+
+class Sour:
+    """A foreign record that breaks off when it is read."""
+
+    def model_dump(self) -> dict[str, Any]:
+        raise asyncio.CancelledError
+
+
+@pytest.mark.promise("CP-11")
+async def test_a_source_that_cancels_before_and_after_it_answers_masks_its_row() -> None:
+    good = await finalize(a_row(), await a_store(linear()))
+    early = Early(OSError())
+    for source in (early, Foreign(ForeignSnapshot("r", [Sour()]))):
+        delivered = await finalize(a_row(), source)
+        assert delivered["metrics"]["mask_reasons"] == ["source_failed"]
+        assert "CancelledError" in delivered["error"]
+    assert await retire_rollout_token_capture("r", early, good) is False
+    assert await retire_redundant_capture("r", early) is False
+
+
 async def test_cancelling_the_caller_is_no_failure_of_the_source() -> None:
-    with pytest.raises(asyncio.CancelledError):
-        await finalize_rollout_token_capture(a_row(), Broken(asyncio.CancelledError()))
+    good = await finalize(a_row(), await a_store(linear()))
+    for work in (
+        lambda source: finalize_rollout_token_capture(a_row(), source),
+        lambda source: retire_rollout_token_capture("r", source, good),
+        lambda source: retire_redundant_capture("r", source),
+    ):
+        source = Hanging()
+        task = asyncio.create_task(work(source))  # type: ignore[arg-type]
+        await source.asked.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
 
 
 @dataclass
