@@ -180,3 +180,55 @@ async def test_a_call_after_the_program_died_is_trouble_and_not_text() -> None:
                 await access.call(name, '{"n": 1}', offered=frozenset({name}))
     finally:
         await access.close()
+
+
+LIAR = str(Path(__file__).with_name("stdio_liar.py"))
+
+
+@pytest.mark.promise("EP-19")
+@pytest.mark.parametrize(
+    ("manner", "why"), [("endless", "a line of more than 16777216 bytes"), ("wrong_id", "a request of id 99999")]
+)
+async def test_a_program_whose_answer_never_comes_is_trouble_at_once(manner: str, why: str) -> None:
+    access = await opened(Stdio(sys.executable, [LIAR, manner]))
+    try:
+        with pytest.raises(ToolUnavailable, match=why) as caught:
+            async with asyncio.timeout(60):  # without the bound and the check it would wait for ever
+                await ask(access, "add")
+        assert caught.value.retryable
+    finally:
+        await access.close()
+
+
+async def test_long_answers_within_the_bound_arrive_whole_and_calls_can_be_many() -> None:
+    access = await opened(Stdio(sys.executable, [LIAR, "honest"]))
+    try:
+        told = await asyncio.gather(*(ask(access, "add", f'{{"size": {10**number}}}') for number in range(6)))
+        assert [len(text) for text in told] == [10**number for number in range(6)]
+    finally:
+        await access.close()
+
+
+async def asking_for_ever(access: ToolAccess) -> None:
+    while True:
+        await ask(access, "add")
+
+
+async def test_an_answer_that_comes_twice_is_the_next_calls_trouble_and_not_its_answer() -> None:
+    access = await opened(Stdio(sys.executable, [LIAR, "twice"]))
+    try:
+        assert await ask(access, "add") == "x"
+        with pytest.raises(ToolUnavailable, match="none of that id is open"):
+            await asyncio.wait_for(asking_for_ever(access), 60)
+    finally:
+        await access.close()
+
+
+@pytest.mark.parametrize(
+    ("manner", "why"),
+    [("many", "more than 1000 tools"), ("pages", "more than 1000 tools"), ("no_listing", "no such method")],
+)
+async def test_what_no_further_try_can_mend_is_refused_for_good(manner: str, why: str) -> None:
+    with pytest.raises(TopropeError, match=why) as caught:
+        await opened(Stdio(sys.executable, [LIAR, manner]))
+    assert (caught.value.kind, caught.value.status, caught.value.retryable) == ("grant_unavailable", 422, False)

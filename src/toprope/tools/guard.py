@@ -1,11 +1,13 @@
 """The parent of one stdio server, a program of its own: nothing that the server started outlives it.
 
-    python -I -S guard.py <pid of who started it> <command> [args...]
+    python -I -S guard.py <pid of who started it> <bytes of a line at most> <command> [args...]
 
 It adopts whatever its descendants leave behind, and kills all of it when the command ends, when it is told to end, or
-when whoever started it dies. Imports nothing but the standard library's smallest: it starts in 20 ms. Linux only.
+when whoever started it dies. It passes on what the command writes, and ends it for a line that is too long. Imports
+nothing but the standard library's smallest: it starts in 20 ms. Linux only.
 """
 
+import _thread
 import ctypes
 import os
 import signal
@@ -15,9 +17,10 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _WATCHED = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 _NOT_STARTED = 127
+_LAST_WORDS_S = 2.0
 
 
-def main(owner: int, command: list[str]) -> int:
+def main(owner: int, most: int, command: list[str]) -> int:
     """The status of `command`, or 127 where it cannot be started. On return no descendant lives."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -25,22 +28,54 @@ def main(owner: int, command: list[str]) -> int:
     libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != owner:  # it died before we asked to hear of it
         return _NOT_STARTED
+    hears, says = os.pipe()  # neither is inherited
     try:
-        child = os.posix_spawnp(command[0], command, os.environ, setsigmask=())
+        child = os.posix_spawnp(
+            command[0], command, os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, says, 1)], setsigmask=()
+        )
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
         return _NOT_STARTED
-    _let_go_of_the_pipes()
+    os.close(says)
+    _let_go_of_its_input()
+    passing = _thread.allocate_lock()
+    passing.acquire()
+    _thread.start_new_thread(_pass_on, (hears, most, passing))
     status = _wait_for(child)
     _kill_all_below()
+    passing.acquire(timeout=_LAST_WORDS_S)  # what it wrote before it ended
     return status
 
 
-def _let_go_of_the_pipes() -> None:
-    """The server's pipes are its own: held here too, nobody would see it close them."""
-    null = os.open(os.devnull, os.O_RDWR)
-    for stream in (0, 1):
-        os.dup2(null, stream)
+def _let_go_of_its_input() -> None:
+    """The server's input is its own: held here too, nobody would see it close it."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+
+
+def _pass_on(hears: int, most: int, passing: "_thread.LockType") -> None:
+    """Copy what is written to our own output, whose reader splits it into lines. A line beyond `most` bytes ends all.
+
+    When nobody writes any more, nobody can read from us either: the reader sees the end of the command's output, also
+    where the command goes on without it.
+    """
+    length = 0
+    try:
+        while chunk := os.read(hears, 65536):
+            first, newline, _ = chunk.partition(b"\n")
+            length = len(chunk.rpartition(b"\n")[2]) if newline else length + len(first)
+            if length > most:
+                os.write(2, b"[ended: it wrote a line of more than %d bytes]\n" % most)
+                os.kill(os.getpid(), signal.SIGTERM)
+                break
+            while chunk:
+                chunk = chunk[os.write(1, chunk) :]
+    except OSError:
+        pass  # whoever read is gone; the command hears it by a closed pipe
+    finally:
+        os.close(hears)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        passing.release()
 
 
 def _wait_for(child: int) -> int:
@@ -76,4 +111,4 @@ def _kill_all_below() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]))

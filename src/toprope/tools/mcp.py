@@ -5,29 +5,24 @@
 
 A connection of the SDK belongs to the task that opened it, so each grant has a task of its own. A 4xx or 5xx, a lost
 connection and an error of the protocol end the activation; what a tool itself says, its errors too, is for the model.
-Needs the extra `toprope[mcp]`; imported only where a grant is one. Left to others: which grants there are (`access`).
+Needs the extra `toprope[mcp]`; imported only where a grant is one. Left to others: which grants there are (`access`),
+programs (`mcp_stdio`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
-import shutil
-import sys
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx2
 from mcp import Client as McpClient
-from mcp.client.stdio import StdioServerParameters, get_default_environment, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
-from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, CallToolResult, Implementation, TextContent
+from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, METHOD_NOT_FOUND, CallToolResult, Implementation, TextContent
 
 from toprope.canonical import json
 from toprope.errors.body import read_error_body, shorten
@@ -35,7 +30,7 @@ from toprope.errors.kinds import Delivery
 from toprope.errors.tree import TopropeError
 from toprope.http.peer import MAX_REPLY_BYTES
 from toprope.protocol.grants import McpGrant, Stdio, StreamableHttp
-from toprope.tools import guard
+from toprope.tools.mcp_stdio import Trouble, stdio
 from toprope.tools.outcome import GrantUnavailable, ToolResult, ToolUnavailable
 
 if TYPE_CHECKING:
@@ -60,6 +55,7 @@ MAX_TOOLS = 1000
 """Tools of one server, at most: a listing goes on for as long as the server says so."""
 
 _CALLABLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
+_NEVER = (METHOD_NOT_FOUND, INVALID_PARAMS)  # of the handshake or the listing: the same question gets the same answer
 _ME = Implementation(name="toprope", version="1")
 _BODILESS = ("content-encoding", "content-length", "transfer-encoding")
 
@@ -76,7 +72,7 @@ class McpTools:
         self.specs: tuple[dict[str, Any], ...] = ()
         self.gaps: list[str] = []
         self._client: McpClient | None = None
-        self._trouble = _Trouble()
+        self._trouble = Trouble()
         self._leave = asyncio.Event()
         self._owner: asyncio.Task[None] | None = None
 
@@ -87,7 +83,8 @@ class McpTools:
         try:
             result = await self._alive(self._client.call_tool(name, arguments))
         except MCPError as error:
-            if error.code == INVALID_PARAMS:  # a name or arguments that it does not take: the model's to mend
+            # A name or arguments that it does not take: the model's to mend. A server error that says so is none.
+            if error.code == INVALID_PARAMS and not _is_trouble(self._trouble.status):
                 return ToolResult(f"error: {error.message}", is_error=True)
             answered = None if error.code == CONNECTION_CLOSED else Delivery.DELIVERED
             raise self._unavailable(name, error.message, answered) from error
@@ -121,6 +118,10 @@ class McpTools:
             raise self._not_open(f"it did not say within {OPEN_S:g} s which tools it has") from None
         if not ready.done():
             why = self._owner.exception()
+            # With a status of HTTP that one decides, and the SDK makes codes of some of them.
+            told = _innermost(why) if self._trouble.status is None else None
+            if isinstance(told, MCPError) and told.code in _NEVER:
+                self._trouble.refusal = self._trouble.refusal or f"it refused: {told.message}"
             raise self._not_open(_root(why) if why is not None else "the connection ended at once") from why
 
     async def _own(self, transport: Transport, ready: asyncio.Future[None]) -> None:
@@ -136,9 +137,10 @@ class McpTools:
         listed = 0
         while True:
             page = await client.list_tools(cursor=cursor)
-            listed += len(page.tools)
+            listed += max(1, len(page.tools))
             if listed > MAX_TOOLS:
-                raise RuntimeError(f"it offers more than {MAX_TOOLS} tools")
+                self._trouble.refusal = f"it offers more than {MAX_TOOLS} tools, or pages of them; accepted: fewer"
+                raise RuntimeError(self._trouble.refusal)
             for tool in page.tools:
                 if not _CALLABLE.fullmatch(tool.name):
                     self.gaps.append(f"grant {self.name}: no model can call a tool named {tool.name!r}")
@@ -172,16 +174,19 @@ class McpTools:
     def _unavailable(self, name: str, why: str, delivery: Delivery | None = None) -> ToolUnavailable:
         trouble = self._trouble
         return ToolUnavailable(
-            f"tool {name} of grant {self.name}: {trouble.text or why}",
+            f"tool {name} of grant {self.name}: {trouble.text or why + trouble.last_words()}",
             delivery=trouble.delivery or delivery or Delivery.POSSIBLY_DELIVERED,
             upstream_status=trouble.status,
         )
 
     def _not_open(self, why: str) -> GrantUnavailable:
         text, status = self._trouble.text, self._trouble.status
-        refused = status is not None and 400 <= status < 500 and status not in (404, 408, 425, 429)
+        refusal = self._trouble.refusal
+        refused = refusal is not None or (
+            status is not None and 400 <= status < 500 and status not in (404, 408, 425, 429)
+        )
         return GrantUnavailable(
-            f"grant {self.name}: {text or why}{self._trouble.last_words()}",
+            f"grant {self.name}: {refusal or text or why}{self._trouble.last_words()}",
             status=422 if refused else 502,
             retryable=not refused,
             upstream_status=status,
@@ -195,7 +200,7 @@ async def open_mcp(grant: McpGrant, client: Client) -> McpTools:
     """
     tools = McpTools(grant)
     if isinstance(grant.connection, Stdio):
-        await tools._open(_stdio(grant.connection, tools._trouble))
+        await tools._open(stdio(grant.connection, tools._trouble))
     else:
         await tools._open(_streamable_http(grant.connection, client, tools._trouble))
     return tools
@@ -204,29 +209,8 @@ async def open_mcp(grant: McpGrant, client: Client) -> McpTools:
 # -- transports --------------------------------------------------------------------------------------------------
 
 
-class _Trouble:
-    """What went wrong below MCP, which the SDK sees and does not tell."""
-
-    def __init__(self) -> None:
-        self.text = ""
-        self.status: int | None = None
-        self.delivery: Delivery | None = None
-        self.log: Any = None
-
-    def clear(self) -> None:
-        self.text, self.status, self.delivery = "", None, None
-
-    def last_words(self) -> str:
-        """The end of what a program wrote to its standard error, for a message."""
-        if self.log is None or self.log.closed:
-            return ""
-        self.log.seek(max(0, self.log.seek(0, os.SEEK_END) - 400))
-        said = self.log.read().decode("utf-8", "replace").strip()
-        return f"; it wrote: {said}" if said else ""
-
-
 @asynccontextmanager
-async def _streamable_http(connection: StreamableHttp, client: Client, trouble: _Trouble) -> AsyncIterator[Any]:
+async def _streamable_http(connection: StreamableHttp, client: Client, trouble: Trouble) -> AsyncIterator[Any]:
     inline = connection.url.startswith("inline://")
     secure = connection.url.startswith("https:")  # to load the authorities takes 0.1 s, and plain HTTP asks for none
     below = _Inline(client) if inline else httpx2.AsyncHTTPTransport(retries=2, verify=secure)
@@ -244,32 +228,10 @@ async def _streamable_http(connection: StreamableHttp, client: Client, trouble: 
         yield streams
 
 
-@asynccontextmanager
-async def _stdio(connection: Stdio, trouble: _Trouble) -> AsyncIterator[Any]:
-    environment = {**get_default_environment(), **connection.env}
-    found = shutil.which(connection.command, path=environment.get("PATH"))
-    if found is None:
-        trouble.status, trouble.text = 422, f"{connection.command!r} is no program on this host"
-        raise RuntimeError(trouble.text)
-    parameters = StdioServerParameters(
-        command=sys.executable,
-        args=["-I", "-S", str(Path(guard.__file__)), str(os.getpid()), found, *connection.args],
-        env=connection.env,  # laid over HOME, PATH, USER and the like; nothing else of our environment is passed on
-        cwd=connection.cwd,
-    )
-    with tempfile.TemporaryFile() as said:
-        trouble.log = said
-        async with stdio_client(parameters, errlog=said) as streams:  # type: ignore[arg-type]  # only its number is used
-            try:
-                yield streams
-            finally:
-                trouble.text = trouble.text or trouble.last_words().removeprefix("; ")
-
-
 class _Watched(httpx2.AsyncBaseTransport):
     """Notes each failure, and gives the SDK a 503 for a transport's, so that it ends the call and not everything."""
 
-    def __init__(self, below: httpx2.AsyncBaseTransport, trouble: _Trouble) -> None:
+    def __init__(self, below: httpx2.AsyncBaseTransport, trouble: Trouble) -> None:
         self._below = below
         self._trouble = trouble
 
@@ -372,8 +334,18 @@ def _described(part: Mapping[str, Any]) -> str:
     return f"[{part.get('type', 'content')}{size}: this agent reads text only]"
 
 
-def _root(error: BaseException) -> str:
-    """The words of the innermost error; task groups wrap them."""
+def _is_trouble(status: int | None) -> bool:
+    return status is not None and (status >= 500 or status in (401, 403, 404, 407, 408, 425, 429))
+
+
+def _innermost(error: BaseException | None) -> BaseException | None:
+    """The error itself; task groups wrap it."""
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return error
+
+
+def _root(error: BaseException) -> str:
+    """The words of the innermost error."""
+    inner = _innermost(error)
+    return f"{type(inner).__name__}: {inner}" if str(inner) else type(inner).__name__

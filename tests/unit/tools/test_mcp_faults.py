@@ -64,6 +64,7 @@ FAULTS: dict[str, Fault] = {
     "no kind": lambda number: http("200 OK", result(number, GOOD), "text/plain"),
     "internal error": lambda number: http("200 OK", error(number, -32603, "the database is gone")),
     "error of its own": lambda number: http("200 OK", error(number, -32001, "session expired")),
+    "503 that blames the arguments": lambda number: http("503 Busy", error(number, -32602, "database connection lost")),
     "no such method": lambda number: http("200 OK", error(number, -32601, "Method not found")),
 }
 
