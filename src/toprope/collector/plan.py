@@ -15,6 +15,7 @@ from toprope.canonical.digest import digest_bytes
 from toprope.canonical.json import dumps
 from toprope.collector.tasks import SourceTask
 from toprope.correlation.ids import check_rollout_id
+from toprope.errors.body import said_by
 from toprope.errors.tree import ConfigError, TopropeError
 from toprope.protocol.ids import TaskId
 
@@ -135,8 +136,10 @@ def _judge(read: Callable[[Mapping[str, Any]], object], task_input: Mapping[str,
         read(task_input)
     except TopropeError as error:
         raise ConfigError(f"{where}: {error.message}.") from error
-    except Exception as error:  # an author's own protocol: told with its type and text, nothing ran
-        raise ConfigError(f"{where}: the protocol cannot read the task: {type(error).__name__}: {error}.") from error
+    except KeyboardInterrupt:  # the user's
+        raise
+    except BaseException as error:  # an author's own protocol, its sys.exit() too: told with its text, nothing ran
+        raise ConfigError(f"{where}: the protocol cannot read the task: {said_by(error)}.") from error
 
 
 def with_sampling(task_input: dict[str, Any], sampling: Mapping[str, Any]) -> dict[str, Any]:

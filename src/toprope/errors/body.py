@@ -14,6 +14,7 @@ from toprope.errors.tree import TopropeError
 
 RETRYABLE_STATUSES = frozenset({408, 425, 429})
 MESSAGE_LIMIT = 2000
+_CUT = " ... [shortened]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ def status_is_retryable(status: int) -> bool:
 
 def shorten(text: str, limit: int = MESSAGE_LIMIT) -> str:
     """`text`, cut to `limit` characters with the cut marked."""
-    return text if len(text) <= limit else text[: limit - 14] + " ... [shortened]"
+    return text if len(text) <= limit else text[: limit - len(_CUT)] + _CUT
 
 
 def error_body(error: TopropeError) -> dict[str, Any]:
@@ -75,4 +76,15 @@ def as_toprope_error(error: BaseException) -> TopropeError:
     """`error` itself if it is ours, else an `internal` error that carries its type and text."""
     if isinstance(error, TopropeError):
         return error
-    return TopropeError(f"{type(error).__name__}: {error}", kind=Kind.INTERNAL)
+    return TopropeError(said_by(error), kind=Kind.INTERNAL)
+
+
+def said_by(error: BaseException) -> str:
+    """`Type: text` of an error; of ours the message. Never raises, whatever an author's `__str__` does."""
+    if isinstance(error, TopropeError):
+        return error.message
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except BaseException as trouble:  # an author's own `__str__`, sys.exit() in it too: the type is what is left to say
+        return f"{name} (its text cannot be had: {type(trouble).__name__})"

@@ -22,6 +22,7 @@ import msgspec
 
 from toprope.canonical.digest import digest_bytes, digest_value
 from toprope.correlation.context import RolloutContext, bound_rollout
+from toprope.errors.body import said_by
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import CapacityReached, Conflict, Forbidden, SessionLost, TopropeError
 from toprope.protocol.sessions import CloseOutcome
@@ -252,11 +253,11 @@ class SessionRegistry(Generic[S]):
                 session.receipt = await self._release_value(session)
         except BaseException as error:
             self._step(session, Event.RELEASE_FAILED)
-            log.warning("%s session %s: release failed: %s", self._noun, session.session_id, error)
+            log.warning("%s session %s: release failed: %s", self._noun, session.session_id, said_by(error))
             if not isinstance(error, Exception):
                 raise
             raise TopropeError(
-                f"{self._noun} session {session.session_id}: release failed: {_text(error)}",
+                f"{self._noun} session {session.session_id}: release failed: {said_by(error)}",
                 kind=Kind.SESSION_RELEASE_FAILED,
                 status=500,
                 retryable=True,
@@ -390,7 +391,3 @@ def _same(one: bytes | None, other: bytes | None) -> bool:
     if one is None or other is None:
         return one is other
     return hmac.compare_digest(one, other)
-
-
-def _text(error: BaseException) -> str:
-    return error.message if isinstance(error, TopropeError) else f"{type(error).__name__}: {error}"

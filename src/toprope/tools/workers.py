@@ -12,11 +12,40 @@ import inspect
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextvars import copy_context
-from typing import Any
+from typing import Any, TypeVar
+
+from toprope.errors.body import said_by
+
+T = TypeVar("T")
 
 _Job = tuple[Callable[[], Any], "asyncio.Future[Any]", asyncio.AbstractEventLoop]
+
+
+class Escaped(Exception):
+    """What an author's code raised that is no `Exception` (sys.exit(), KeyboardInterrupt): an error like any other.
+
+    Let through, it would end the event loop, and with it every other episode of the process.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(said_by(error))
+
+
+async def contained(work: Awaitable[T]) -> T:
+    """The outcome of an author's `work`. Raises `Escaped` for what is no `Exception`, but for a real cancellation."""
+    me = asyncio.current_task()
+    try:
+        return await work
+    except Exception:
+        raise
+    except BaseException as error:
+        if isinstance(error, asyncio.CancelledError) and me is not None and me.cancelling():
+            raise
+        if isinstance(error, GeneratorExit) and asyncio.current_task() is not me:
+            raise  # nobody raised it: this coroutine is being thrown away
+        raise Escaped(error) from error
 
 
 class WorkerThreads:
@@ -33,9 +62,12 @@ class WorkerThreads:
         self._running: dict[int, float] = {}
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The result of `function`: awaited if it is a coroutine function, else run in a thread in today's context."""
+        """The result of `function`: awaited if it is a coroutine function, else run in a thread in today's context.
+
+        Raises what it raised; `Escaped` for what is no `Exception`.
+        """
         if inspect.iscoroutinefunction(function):
-            return await function(*args, **kwargs)
+            return await contained(function(*args, **kwargs))
         context = copy_context()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
@@ -47,7 +79,7 @@ class WorkerThreads:
             result = await _uninterrupted(future)
         finally:
             self._waiting -= 1
-        return await result if inspect.isawaitable(result) else result
+        return await contained(result) if inspect.isawaitable(result) else result
 
     def stuck(self, longer_than_s: float) -> int:
         """How many calls have been running for longer than `longer_than_s` seconds."""
@@ -90,6 +122,10 @@ def _settle(future: asyncio.Future[Any], outcome: Any, failure: BaseException | 
         return
     if isinstance(failure, StopIteration):
         failure = RuntimeError("the function raised StopIteration")  # a future cannot carry it
+    if failure is not None and not isinstance(failure, Exception):
+        escaped = Escaped(failure)
+        escaped.__cause__ = failure
+        failure = escaped
     if failure is not None:
         future.set_exception(failure)
     else:

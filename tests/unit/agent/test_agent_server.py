@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import pytest
@@ -219,3 +220,67 @@ async def test_an_activation_that_arrives_while_its_session_closes_is_refused() 
 
     with pytest.raises(Conflict, match="being closed"):
         await activations.run(None, "digest", start)
+
+
+class Leaves(Agent):
+    """Ends the process, or says something that nobody can send."""
+
+    def __init__(self, what: BaseException | None = None, partial: Any = None) -> None:
+        self.what = what
+        self.partial = partial
+        self.entered = asyncio.Event()
+
+    async def respond(self, activation: Activation) -> dict[str, Any]:
+        if self.what is not None:
+            raise self.what
+        activation.partial = self.partial
+        self.entered.set()
+        await asyncio.Event().wait()
+        return {}
+
+
+@pytest.mark.promise("EP-9")
+@pytest.mark.parametrize("what", [SystemExit(3), KeyboardInterrupt(), asyncio.CancelledError(), BaseException("low")])
+async def test_an_agent_that_ends_the_process_ends_its_activation_only(make_house: Any, what: BaseException) -> None:
+    house = await make_house(agent=Leaves(what), allow_sessionless=True)
+    await house.seed()
+    for session in ("a1", None):
+        info = (await house.activate(ASK, session=session)).error_info()
+        assert (info.kind, info.retryable) == ("agent_failed", True)
+        assert type(what).__name__ in info.message
+    assert (await house.close()).json()["outcome"] == "closed"
+
+
+def _leave() -> dict[str, Any]:
+    sys.exit(3)
+
+
+@pytest.mark.promise("EP-10")
+@pytest.mark.parametrize(("partial", "said"), [(_leave, "SystemExit: 3"), (lambda: {"output": [object()]}, "object")])
+async def test_an_agent_that_cannot_say_what_it_had_is_closed_all_the_same(
+    make_house: Any, partial: Any, said: str
+) -> None:
+    agent = Leaves(partial=partial)
+    house = await make_house(agent=agent)
+    await house.seed()
+    running = asyncio.create_task(house.activate(ASK))
+    await agent.entered.wait()
+    closed = (await house.close()).json()
+    assert closed["outcome"] == "closed"
+    assert "partial_response" not in closed
+    assert said in closed["agent_observations"]["gaps"][0]
+    assert (await running).error_info().kind == "cancelled"
+
+
+async def test_an_activation_of_a_session_ends_before_its_server_does(make_house: Any) -> None:
+    gate = Gate([say("hello")])
+    house = await make_house(gate)
+    await house.seed()
+    running = asyncio.create_task(house.activate(ASK))
+    await gate.entered.wait()
+    stopping = asyncio.create_task(house.server.app.stop())
+    while house.server.app.not_ready() is None:  # noqa: ASYNC110  # no event says that a stop began
+        await asyncio.sleep(0)
+    gate.open.set()
+    await stopping
+    assert (await running).json()["output"] == [say("hello")]

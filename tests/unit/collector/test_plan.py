@@ -15,6 +15,13 @@ from toprope.errors.tree import BadRequest, ConfigError
 ALL = {"*": Route("*", selected=False, weight=1.0, sampling={})}
 
 
+class Speechless(Exception):
+    """An error whose own text fails."""
+
+    def __str__(self) -> str:
+        return str(1 // 0)
+
+
 def flat(**keys: Any) -> dict[str, Any]:
     return {"responses_create_params": {"input": "x"}, **keys}
 
@@ -122,9 +129,11 @@ def test_a_planned_line_is_a_task_again() -> None:
     [
         (BadRequest("task_input.x: is needed"), "task_input.x: is needed"),
         (KeyError("x"), "cannot read the task: KeyErr"),
+        (SystemExit(3), "cannot read the task: SystemExit: 3"),
+        (Speechless(), "cannot read the task: Speechless .its text cannot be had: ZeroDivisionError"),
     ],
 )
-def test_a_task_that_its_protocol_cannot_read_is_refused_with_its_place(error: Exception, told: str) -> None:
+def test_a_task_that_its_protocol_cannot_read_is_refused_with_its_place(error: BaseException, told: str) -> None:
     seen: list[Any] = []
 
     def read(task_input: Mapping[str, Any]) -> None:

@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 
 from toprope.canonical.digest import digest_bytes
-from toprope.errors.body import error_body
+from toprope.errors.body import error_body, said_by
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import BadRequest, TopropeError
 from toprope.http.app import Limits, Route, build_app
 from toprope.http.client import Client, Peer
+from toprope.http.jsonbody import encode
 from toprope.http.reply import Reply, json_reply
 from toprope.http.request import Request
 from toprope.protocol.grants import Stdio
@@ -40,6 +41,7 @@ from toprope.servers.agent.sandboxes import AgentSandboxes, SessionSandbox
 from toprope.servers.session_door import SessionDoor, check_key, close_token, lease_s, working_for
 from toprope.servers.sessions import SeedCall, Session, SessionRegistry, payload_digest
 from toprope.tools.access import ToolAccess
+from toprope.tools.workers import contained
 
 
 @dataclass(slots=True)
@@ -174,11 +176,15 @@ class AgentServer:
         await state.tools.close()  # first: it never fails, and a sandbox may
         if state.sandbox is not None:
             await state.sandbox.end()
+        had: dict[str, Any] | None = None
+        try:
+            had = None if partial is None else partial()
+            encode(had)
+        except BaseException as error:  # an agent's own code: what it cannot say must not keep its session open
+            had = None
+            state.observations.gap(f"the partial response could not be had: {said_by(error)}")
         return AgentCloseSessionResponse(
-            session.session_id,
-            state.observations.snapshot(),
-            state.tools.resources_cookies,
-            partial_response=None if partial is None else partial(),
+            session.session_id, state.observations.snapshot(), state.tools.resources_cookies, partial_response=had
         )
 
     # -- activations ---------------------------------------------------------------------------------------------
@@ -224,7 +230,7 @@ class AgentServer:
         try:
             if state.tools.speaks_mcp:
                 activation.request = {**body, "tools": state.tools.offered(body.get("tools") or [])}
-            response = await self.agent.respond(activation)
+            response = await contained(self.agent.respond(activation))
             record["status"] = str(response.get("status", "completed"))
             state.ended = True
             return json_reply(response)
@@ -255,7 +261,7 @@ class AgentServer:
             sandbox=None if sandbox is None else sandbox.handle,
         )
         try:
-            return json_reply(await self.agent.respond(activation))
+            return json_reply(await contained(self.agent.respond(activation)))
         except Exception as error:  # as for an activation of a session
             raise self._failure(error) from error
         finally:
@@ -270,7 +276,7 @@ class AgentServer:
             # A refusal by somebody behind the agent is no refusal by the agent: the body says whether it can be
             # tried again, the status only that this activation brought nothing.
             return error if error.status >= 500 else _restated(error)
-        message = f"{self.name}: {type(error).__name__}: {error}"
+        message = f"{self.name}: {said_by(error)}"
         return TopropeError(message, kind=Kind.AGENT_FAILED, status=500, retryable=True)
 
 

@@ -27,6 +27,7 @@ from toprope.protocol.grants import Grant
 from toprope.servers.environment.episode import Episode, OnSession, Plan, Timeouts
 from toprope.servers.environment.judging import failure_of
 from toprope.servers.environment.participant import SessionReport
+from toprope.tools.workers import contained
 
 TOOL_KINDS = ("direct_http", "mcp")
 KEPT_REPORTS = 10_000
@@ -172,7 +173,7 @@ class EnvironmentServer:
         result: dict[str, Any] | None = None
         failure = None
         try:
-            result = await self.protocol.run(episode, given)
+            result = await contained(self.protocol.run(episode, given))
         except Exception as error:  # every error of an episode is its outcome, and data
             failure = episode.failure(error)
         finally:

@@ -11,7 +11,7 @@ import math
 from typing import Any
 
 from toprope.canonical.json import NotJson
-from toprope.errors.body import shorten
+from toprope.errors.body import said_by, shorten
 from toprope.errors.kinds import Delivery, Kind, Stage, is_kind
 from toprope.errors.tree import PeerError, TopropeError
 from toprope.http.jsonbody import decode_any
@@ -100,8 +100,7 @@ def read_verdict(reply: Reply) -> dict[str, Any]:
 def failure_of(error: BaseException, stage: Stage) -> Failure:
     """What `error` means for an episode that was in `stage`. What is no error of ours is a bug, and terminal."""
     if not isinstance(error, TopropeError):
-        reason = f"{type(error).__name__}: {error}"
-        return Failure(shorten(reason), terminal=True, failure_kind=Kind.INTERNAL, stage=stage)
+        return Failure(shorten(said_by(error)), terminal=True, failure_kind=Kind.INTERNAL, stage=stage)
     return Failure(
         failure_reason=shorten(error.message),
         terminal=not error.retryable,
