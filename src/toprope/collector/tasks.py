@@ -15,12 +15,9 @@ from typing import Any
 
 from toprope.canonical.json import NotJson, dumps, key_written_twice, loads
 from toprope.errors.tree import ConfigError
-from toprope.protocol.episode import Task
+from toprope.protocol.episode import RESERVED_TASK_DATA, Task
 
 ROUTING_KEYS = ("agent_ref", "task_source")
-RESERVED_TASK_DATA = ("response", "responses_create_params", "reward")
-"""Keys that a verify request has beside the task's own fields, so that `task_data` cannot use them."""
-
 _OWN_KEYS = ("_ng_rollout_id", "_ng_task_id", "_ng_task_index", "_ng_rollout_index")
 _IGNORED_KEYS = ("_ng_attempt_index", "_ng_episode_id", "_ng_schema", "_ng_token_capture")
 """What a result row of an earlier run carries beside its task: attempts are numbered anew by every run."""
@@ -197,9 +194,8 @@ def _check_task_data(task_input: dict[str, Any], where: str) -> None:
     data = task_input.get("task_data")
     if not isinstance(data, dict):
         return
-    for key in RESERVED_TASK_DATA:
-        if key in data:
-            raise _refused(where, f"task data may not have the key {key!r}, which a verify request uses itself")
+    for key in sorted(RESERVED_TASK_DATA & data.keys()):
+        raise _refused(where, f"task data may not have the key {key!r}, which a verify request or its verdict uses")
     for key in data.keys() & task_input.keys():
         if task_input[key] != data[key]:
             raise _refused(where, f"key {key!r} stands in task_input and in its task_data with two values")

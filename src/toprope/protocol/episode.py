@@ -8,6 +8,24 @@ import msgspec
 
 from toprope.protocol.ids import EpisodeId, TaskId
 
+RESERVED_TASK_DATA = frozenset(
+    {
+        "response",
+        "responses_create_params",
+        "reward",
+        "mask_sample",
+        "failure_kind",
+        "failure_reason",
+        "reward_components",
+        "env_session_id",
+        "seed_env_session_id",
+        "termination",
+        "ng_agent_observations",
+    }
+)
+"""What a verify request, a verdict or a result says itself. A task's fields travel beside them in one flat object and
+come back in it, so that a task with one of these names could say what became of it: no task has them."""
+
 
 class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A materialised task."""

@@ -12,6 +12,14 @@ from toprope.protocol.ids import EpisodeId, TaskId
 CloseOutcome = Literal["closed", "already_closed"]
 
 
+MAX_HANDLE = 512
+
+
+def is_handle(value: object) -> bool:
+    """Whether `value` can name what an episode uses: a printable text that people read and search for, not too long."""
+    return isinstance(value, str) and 0 < len(value) <= MAX_HANDLE and value.isprintable()
+
+
 class ResourcesSeedSessionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """`POST /seed_session` on a resources server; the id is minted by the caller."""
 

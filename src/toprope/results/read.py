@@ -60,11 +60,17 @@ class ResultHead(msgspec.Struct, frozen=True):
     capture: CaptureHead | None = msgspec.field(name="_ng_token_capture", default=None)
 
     def components(self) -> dict[str, float]:
-        """The numeric reward components; what is no number is no measure."""
+        """The numeric reward components; what is no number, or none that a float can be, is no measure."""
         found = self.reward_components
         if not isinstance(found, dict):
             return {}
-        return {k: float(v) for k, v in found.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        return {k: float(v) for k, v in found.items() if _measurable(v)}
+
+
+def _measurable(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return isinstance(value, float) or value.bit_length() < 1024
 
 
 class FailureHead(msgspec.Struct, frozen=True):

@@ -66,6 +66,20 @@ async def test_captured_rows_carry_what_was_sampled_and_their_captures_are_retir
     await store.close()
 
 
+async def test_a_reward_that_its_environment_calls_a_failure_still_has_its_tokens(tmp_path: Path) -> None:
+    store = MemoryStore()
+
+    async def answer(run: Run) -> dict[str, Any]:
+        await sample_calls(store, run.key, TURNS)
+        return run.result(0.5, failure_kind="env:flaky", failure_reason="it was slow")
+
+    summary = await collect_scripted(tmp_path, answer, tasks(1), source=store, selected=True, capture=no_wait())
+    [row] = rows(RunDir(tmp_path).results)
+    assert (row["reward"], row["failure_kind"], row["failure_reason"]) == (0.5, "env:flaky", "it was slow")
+    assert summary.tokens.generated_delivered == 5
+    assert await store.list_captures() == ()
+
+
 @pytest.mark.promise("CP-12")
 async def test_a_masked_row_keeps_reward_and_verifier_fields_and_its_evidence_stays(tmp_path: Path) -> None:
     store = MemoryStore()

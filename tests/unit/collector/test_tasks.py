@@ -9,7 +9,7 @@ import pytest
 
 from toprope.collector.tasks import SourceTask, read_tasks
 from toprope.errors.tree import ConfigError
-from toprope.protocol.episode import Task
+from toprope.protocol.episode import RESERVED_TASK_DATA, Task
 from toprope.protocol.ids import TaskId
 
 MATERIALISED = {
@@ -84,6 +84,10 @@ def test_python_rows_of_every_shape_are_read() -> None:
         (b'{"task_id": {"taskset": "a", "task_id": "b"}, "task_input": {}, "extra": 1}', "'extra'"),
         (b'{"responses_create_params": {}, "reward": 1}', "'reward'"),
         (b'{"responses_create_params": {}, "response": {}}', "'response'"),
+        *(
+            (b'{"responses_create_params": {}, "%s": 1}' % name.encode(), repr(name))
+            for name in sorted(RESERVED_TASK_DATA - {"responses_create_params"})
+        ),
         (b'{"responses_create_params": {}, "_ng_new": 1}', "'_ng_new'"),
         (b'{"responses_create_params": {}, "_ng_task_index": -1}', "_ng_task_index is -1"),
         (b'{"responses_create_params": {}, "_ng_rollout_id": [1]}', "_ng_rollout_id is [1]"),

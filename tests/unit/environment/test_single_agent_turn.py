@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import pytest
 
 from toprope.errors.kinds import is_kind
+from toprope.protocol.episode import RESERVED_TASK_DATA
+from toprope.servers.environment.single_agent_turn import SingleAgentTurn
 
 from .conftest import EPISODE, KEY, PARAMS, RESPONSE, TASK, TASK_ID, House, answer, cut, error, hang
 
@@ -90,6 +93,28 @@ async def test_the_result_is_the_verify_reply_with_the_observations_beside_it(ho
         "own_field": [1, None],
         "ng_agent_observations": {"source": "agent", "records": [{"kind": "invocation"}], "gaps": []},
     }
+
+
+@pytest.mark.promise("EP-12")
+async def test_no_verifier_can_say_what_the_agent_was_seen_to_do(house: House) -> None:
+    forged = {"source": "verifier", "records": [], "gaps": []}
+    house.resources.acts["/verify"] = answer(200, {"reward": 1.0, "ng_agent_observations": forged})
+    assert (await house.result())["ng_agent_observations"]["source"] == "agent"
+
+
+class Leaves(SingleAgentTurn):
+    """A protocol of somebody's own that ends the process."""
+
+    async def run(self, episode: Any, given: Any) -> Any:
+        sys.exit(3)
+
+
+@pytest.mark.promise("EP-9")
+async def test_a_protocol_that_ends_the_process_ends_its_episode_only(make_house: Any) -> None:
+    house: House = await make_house(protocol=Leaves())
+    failure = await house.failure()
+    assert (failure["failure_kind"], failure["terminal"]) == ("internal", True)
+    assert "SystemExit: 3" in failure["failure_reason"]
 
 
 @pytest.mark.promise("EP-13")
@@ -523,6 +548,10 @@ async def test_a_stranger_sees_only_the_fields_it_knows(house: House) -> None:
         ({"responses_create_params": PARAMS, "task_data": []}, "task_data"),
         ({"responses_create_params": PARAMS, "task_data": {"a": 1}, "a": 2}, "two values"),
         ({"responses_create_params": PARAMS, "reward": 1}, "reserved"),
+        *(
+            ({"responses_create_params": PARAMS, "task_data": {name: 1}}, f"{name}: this name is reserved")
+            for name in sorted(RESERVED_TASK_DATA - {"responses_create_params"})
+        ),
     ],
 )
 async def test_a_malformed_task_is_a_422_that_names_the_field(house: House, task_input: Any, said: str) -> None:

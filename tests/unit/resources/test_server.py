@@ -422,3 +422,24 @@ async def test_verify_waits_for_a_tool_call_that_still_runs(client: Client) -> N
     assert (await running).json() == 4
     assert (await verifying).json()["reward"] == 4.0, "not what the state was before the tool's turn"
     await house.server.app.stop()
+
+
+async def test_a_seed_ends_before_its_server_does(client: Client) -> None:
+    class Slow(Counter):
+        async def seed(self, task: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+            self.entered.set()
+            await self.gate.wait()
+            return {"n": 1}
+
+    environment = Slow()
+    environment.gate.clear()
+    house = await serve(client, environment)
+    seeding = asyncio.create_task(house.seed())
+    await environment.entered.wait()
+    stopping = asyncio.create_task(house.server.app.stop())
+    while house.server.app.not_ready() is None:  # noqa: ASYNC110  # no event says that a stop began
+        await asyncio.sleep(0)
+    environment.gate.set()
+    await stopping
+    assert (await seeding).status == 200, "a seed is stopped by its owner only: a close, its deadline, the drain bound"
+    assert environment.released == [{"n": 1}]

@@ -23,6 +23,7 @@ from toprope.http.client import Peer
 from toprope.protocol.episode import Failure
 from toprope.protocol.grants import Grant
 from toprope.protocol.ids import EpisodeId, TaskId
+from toprope.protocol.sessions import is_handle
 from toprope.servers.environment.flat import FlatResources
 from toprope.servers.environment.judging import failure_of
 from toprope.servers.environment.participant import AGENT, RESOURCES, Door, Participant, SessionReport, with_session
@@ -173,7 +174,10 @@ class Episode:
     async def report(self, participant: Participant, seeded: dict[str, Any]) -> None:
         """Tell whoever listens of a seed reply, before the next step. A listener that fails is logged."""
         handle = seeded.get("env_session_id")
-        handle = handle if isinstance(handle, str) else None
+        if handle is not None and not is_handle(handle):
+            key = self.episode_id.key
+            log.warning("rollout %s: the seed's env_session_id is no short printable text; left out", key)
+            handle = None
         if participant is self.resources:
             self.env_session_id = handle
         await self._tell(self.plan.on_session, participant, handle)

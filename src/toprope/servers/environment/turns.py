@@ -17,14 +17,13 @@ from typing import Any
 
 from toprope.errors.kinds import Delivery, Kind, Stage
 from toprope.errors.tree import BadRequest, TopropeError
+from toprope.protocol.episode import RESERVED_TASK_DATA
 from toprope.protocol.grants import GRANT_NAME, DirectHttpGrant, Grant, McpGrant, StreamableHttp
 from toprope.servers.environment.episode import DeadlinePassed, Episode
 from toprope.servers.environment.judging import accepted, read_response, read_verdict
 from toprope.servers.environment.participant import Participant
 
 log = logging.getLogger("toprope.episode")
-
-RESERVED_TASK_DATA = frozenset({"response", "responses_create_params", "reward"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +64,9 @@ def read_input(task_input: Mapping[str, Any]) -> TurnInput:
         folded[name] = value
     reserved = RESERVED_TASK_DATA & set(folded)
     if reserved:
-        raise BadRequest(f"task_input.task_data.{min(reserved)}: this name is reserved for the verify request")
+        raise BadRequest(
+            f"task_input.task_data.{min(reserved)}: this name is reserved for the verify request and its verdict"
+        )
     return TurnInput(params, folded)
 
 

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from toprope.errors.body import error_body
+from toprope.errors.body import error_body, said_by
 from toprope.errors.kinds import Kind, known_kind
 from toprope.errors.tree import BadRequest, ConfigError, NotFound, SessionLost, ToolError, TopropeError
 from toprope.http.app import Limits, Route, build_app
@@ -37,11 +35,13 @@ from toprope.protocol.sessions import (
     ResourcesSeedSessionRequest,
     ResourcesSeedSessionResponse,
     ResourcesTools,
+    is_handle,
 )
 from toprope.sandbox.desk import SandboxDesk
 from toprope.servers.resources.credentials import ToolCredentials
-from toprope.servers.resources.environment import Environment, Verdict
+from toprope.servers.resources.environment import Environment
 from toprope.servers.resources.sandboxes import SessionSandboxes
+from toprope.servers.resources.verdict import HANDLE_NEEDED, verify_reply
 from toprope.servers.session_door import SessionDoor, check_key, close_token, lease_s, working_for
 from toprope.servers.session_table import State
 from toprope.servers.sessions import SeedCall, Session, SessionRegistry, payload_digest
@@ -56,7 +56,6 @@ log = logging.getLogger("toprope.resources")
 # Plain functions that run longer are named in the log: a thread that never ends is lost to the pool.
 STUCK_AFTER_S = 60.0
 _OWN_VERIFY_FIELDS = ("response", "responses_create_params")
-_VERDICT_FIELDS = ("failure_kind", "failure_reason", "reward_components")
 # What an agent must not reach with what a grant carries.
 _CLOSED_TO_TOOLS = ("/seed_session", "/verify", "/close_session", "/aggregate_metrics")
 MCP_MISSING = "MCP needs the official SDK, which is not installed; `pip install toprope[mcp]` brings it"
@@ -202,7 +201,7 @@ class ResourcesServer:
                 state = await self._author("seed", Kind.SEED_FAILED, self.environment.seed, seed.task_data, **own)
                 made = True
             tools = await self._allowed(state, seed.task_data)
-            handle = self.environment.env_session_id(state)
+            handle = await self._handle(state)
         except BaseException:
             if made:
                 await self._give_back(state)
@@ -216,6 +215,22 @@ class ResourcesServer:
             env_session_id=handle,
         )
         return _Held(state, tools), _Seeded(answer, credential)
+
+    async def _handle(self, state: Any) -> str | None:
+        if type(self.environment).env_session_id is Environment.env_session_id:
+            return None
+        found = await self._author("env_session_id", Kind.SEED_FAILED, self.environment.env_session_id, state)
+        if found is None:
+            return None
+        if not is_handle(found):
+            raise TopropeError(
+                f"{self.name}: env_session_id gave a {type(found).__name__}"
+                f"{f' of {len(found)} characters' if isinstance(found, str) else ''}; {HANDLE_NEEDED}, or None",
+                kind=Kind.SEED_FAILED,
+                status=500,
+                retryable=False,
+            )
+        return str(found)
 
     async def _allowed(self, state: Any, task: dict[str, Any]) -> frozenset[str] | None:
         if type(self.environment).session_tools is Environment.session_tools:
@@ -298,7 +313,8 @@ class ResourcesServer:
             verdict = await self._author(
                 "verify", Kind.VERIFY_FAILED, self.environment.verify, held.state, task, body["response"]
             )
-        return json_reply(_verify_reply(self.name, body, verdict, extended=request.speaks_protocol))
+        reply = verify_reply(self.name, body, verdict, extended=request.speaks_protocol)
+        return Reply(200, reply, {"content-type": "application/json"})
 
     async def _aggregate(self, request: Request) -> Reply:
         self._credentials.refuse(request)
@@ -342,35 +358,5 @@ class ResourcesServer:
             error.kind = known_kind(error.kind, self.name)  # an author's own kind carries the server's name
             raise
         except Exception as error:  # the author's own: told to the caller, who decides whether to try again
-            message = f"{self.name}: {what}: {type(error).__name__}: {error}"
+            message = f"{self.name}: {what}: {said_by(error)}"
             raise TopropeError(message, kind=kind, status=500, retryable=True) from error
-
-
-def _verify_reply(server: str, body: dict[str, Any], verdict: Any, *, extended: bool) -> dict[str, Any]:
-    found = verdict if isinstance(verdict, Verdict) else Verdict(reward=verdict)
-    clash = {"reward", "mask_sample", *_VERDICT_FIELDS, *_OWN_VERIFY_FIELDS} & set(found.extra)
-    if clash:
-        raise TopropeError(
-            f"verify: extra[{min(clash)!r}] is a field of the verdict itself",
-            kind=Kind.VERIFY_FAILED,
-            status=500,
-            retryable=False,
-        )
-    reply = {**body, **found.extra, "reward": _finite(found.reward), "mask_sample": found.mask_sample}
-    reply.update({name: getattr(found, name) for name in _VERDICT_FIELDS if getattr(found, name) is not None})
-    if found.failure_kind is not None:
-        reply["failure_kind"] = known_kind(found.failure_kind, server)
-    if extended and found.env_session_id is not None:
-        reply["env_session_id"] = found.env_session_id
-    return reply
-
-
-def _finite(reward: Any) -> float:
-    if isinstance(reward, bool) or not isinstance(reward, Real) or not math.isfinite(reward):
-        raise TopropeError(
-            f"verify: the reward is {reward!r}; a finite number is needed",
-            kind=Kind.BAD_REWARD,
-            status=500,
-            retryable=False,
-        )
-    return float(reward)
