@@ -31,7 +31,7 @@ from toprope.launch.settings import (
     TaskSource,
 )
 from toprope.launch.strict import Where, nearest, read, refuse_unknown, shown
-from toprope.wire.responses import REQUEST_PARAMETERS
+from toprope.wire.responses import NOT_SAMPLING, REQUEST_PARAMETERS
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 LOOPBACK = ("127.0.0.1", "localhost")
@@ -210,6 +210,11 @@ def _check_url(url: str, where: Where) -> None:
 def _check_sampling(sampling: Mapping[str, Any], where: Where) -> None:
     """A misspelt parameter would be sent on and ignored, and every reward of the run would mean something else."""
     for name in sampling:
+        if name in NOT_SAMPLING:
+            raise ConfigError(
+                f"{where.at(name)}: {name!r} is no setting of sampling: every task says itself what is asked, and "
+                "replies are whole. Accepted: temperature, top_p, max_output_tokens and the like."
+            )
         close = [] if name in REQUEST_PARAMETERS else get_close_matches(name, REQUEST_PARAMETERS, n=1, cutoff=0.8)
         if close:
             raise ConfigError(

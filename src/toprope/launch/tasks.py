@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 
 from toprope.collector.tasks import SourceTask, read_tasks
+from toprope.errors.body import said_by
 from toprope.errors.tree import ConfigError, TopropeError
 from toprope.launch.config import Configuration, task_sources
 from toprope.launch.parts import Parts
@@ -64,12 +65,18 @@ def _read(source: TaskSource, configuration: Configuration, parts: Parts, where:
 def _generate(environment: Environment, name: str, source: TaskSource, where: Where) -> Iterator[SourceTask]:
     try:
         for index, task in enumerate(environment.tasks(source.size, source.seed)):
+            if index == source.size:  # one that never ends would be read for ever
+                raise ConfigError(f"{where}: {name!r} was asked for {source.size} tasks (size) and gives more")
             place = f"{where}: task {index} of {name!r}"
             yield SourceTask(place, name, task.task_id.task_id, task.task_input)
+    except ConfigError:
+        raise
     except TopropeError as error:
         raise ConfigError(f"{where}: {name!r}: {error.message}") from error
-    except Exception as error:  # the author's own code: told with its type and text, nothing ran
-        raise ConfigError(f"{where}: {name!r} cannot make tasks: {type(error).__name__}: {error}") from error
+    except (KeyboardInterrupt, GeneratorExit):  # the user's; and the end of whoever reads
+        raise
+    except BaseException as error:  # the author's own code, its sys.exit() too: told with its text, nothing ran
+        raise ConfigError(f"{where}: {name!r} cannot make tasks: {said_by(error)}") from error
 
 
 def _resolve(file: str, configuration: Configuration, where: Where) -> Path:

@@ -17,6 +17,11 @@ FinishReason = Literal["stop", "length", "tool_calls", "content_filter"]
 TOKEN_FIELDS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts")
 """NeMo Gym's token arrays on an output item or a message; clients echo them back in history."""
 
+NOT_SAMPLING = frozenset(
+    {"input", "stream", "stream_options", "background", "previous_response_id", "conversation", "prompt"}
+)
+"""Fields of a Responses request that say what is asked or how it is answered: no setting of how a model samples."""
+
 # fmt: off
 REQUEST_PARAMETERS = frozenset(
     (

@@ -25,6 +25,7 @@ from toprope.servers.resources.server import ResourcesServer
 from toprope.testing import toy_tokenizer
 from toprope.testing.scripted import ScriptCall, ScriptedCall, ScriptedEngine, ScriptedFault, ScriptedReply
 from toprope.tools.spec import tool
+from toprope.wire.responses import NOT_SAMPLING
 
 from .conftest import KEY, House, Part, answer, cut, hang
 
@@ -383,6 +384,23 @@ def test_an_empty_script_needs_a_message_of_the_user_in_the_input() -> None:
 def test_settings_out_of_bounds_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(given))):
         Interactive(**given)
+
+
+@pytest.mark.parametrize("field", sorted(NOT_SAMPLING))
+def test_what_is_no_sampling_of_the_user_is_refused(field: str) -> None:
+    with pytest.raises(ConfigError, match=rf"user_sampling\.{field}: this is no setting of sampling"):
+        Interactive(user_sampling={"temperature": 0.5, field: True})
+
+
+@pytest.mark.promise("EP-12")
+async def test_what_ended_a_conversation_is_not_the_verifiers_to_say(make_house: Any) -> None:
+    house: House = await make_house(protocol=Interactive())
+    house.resources.acts["/verify"] = answer(200, {"reward": 1.0, "termination": "agent_timeout"})
+    house.task = {
+        **TASK,
+        "task_input": {"responses_create_params": {"input": "hi"}, "user": {"script": ["more"]}},
+    }
+    assert (await house.result())["termination"] == "user_done"
 
 
 def test_the_user_sees_words_only_and_always_has_somebody_to_answer() -> None:

@@ -23,7 +23,7 @@ from toprope.launch.settings import (
     TransportConfig,
 )
 from toprope.launch.strict import Where, read
-from toprope.wire.responses import REQUEST_PARAMETERS
+from toprope.wire.responses import NOT_SAMPLING, REQUEST_PARAMETERS
 
 GOOD = """
 servers:
@@ -195,9 +195,17 @@ def test_mappings_merged_again_and_again_end_soon() -> None:
         assert parse_yaml(text, Where("run.yaml"))["j"] == {f"k{n}": 1 for n in range(9)}
 
 
+@pytest.mark.promise("UX-2")
+@pytest.mark.parametrize("name", sorted(NOT_SAMPLING))
+def test_sampling_cannot_say_what_is_asked_or_how_it_is_answered(tmp_path: Path, name: str) -> None:
+    change = f"run.environment={{sums: {{environment: episode, sampling: {{{name}: true}}}}}}"
+    with pytest.raises(ConfigError, match=rf"run\.environment\.sums\.sampling\.{name}: .* is no setting of sampling"):
+        load(tmp_path, change)
+
+
 def test_sampling_passes_every_known_parameter_and_what_only_an_engine_knows(tmp_path: Path) -> None:
     own = {"guided_json": "{}", "min_p": 0.1, "max_completion_tokens": 4, "chat_template_kwargs": {}}
-    sampling = {**dict.fromkeys(REQUEST_PARAMETERS, 1), **own}
+    sampling = {**dict.fromkeys(REQUEST_PARAMETERS - NOT_SAMPLING, 1), **own}
     change = "run.environment={sums: {environment: episode, sampling: " + msgspec.json.encode(sampling).decode() + "}}"
     run = load(tmp_path, change).run
     assert run is not None

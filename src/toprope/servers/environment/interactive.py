@@ -20,6 +20,7 @@ from toprope.servers.environment.base import EpisodeProtocol
 from toprope.servers.environment.episode import DeadlinePassed, Episode
 from toprope.servers.environment.turns import Opened, TurnInput, activate, finish, open_sessions, read_input
 from toprope.servers.environment.users import ModelUser, ScriptedUser, User, UserInput, read_user
+from toprope.wire.responses import NOT_SAMPLING
 
 USER_DONE = "user_done"
 MAX_TURNS = "max_turns"
@@ -58,6 +59,11 @@ class Interactive(EpisodeProtocol):
             raise ConfigError("stop: '' given; accepted: a text that no user says by chance")
         if not user_timeout_s > 0:
             raise ConfigError(f"user_timeout_s: {user_timeout_s:g} given; accepted: seconds above 0")
+        for field in sorted(NOT_SAMPLING & set(user_sampling or {})):
+            raise ConfigError(
+                f"user_sampling.{field}: this is no setting of sampling; the conversation makes the user's request, "
+                "and its reply is whole. Accepted: temperature, top_p, max_output_tokens and the like"
+            )
         self.models = () if user_model is None else (user_model,)
         self._user_model = user_model
         self._max_turns = max_turns
@@ -84,7 +90,8 @@ class Interactive(EpisodeProtocol):
         opened = await open_sessions(episode, given.turn)
         late, ended_by = await self._talk(episode, opened, given)
         result = await finish(episode, opened, given.turn, late)
-        result.setdefault("termination", ended_by)
+        if late is None:
+            result["termination"] = ended_by
         return result
 
     async def _talk(self, episode: Episode, opened: Opened, given: Talk) -> tuple[DeadlinePassed | None, str]:
