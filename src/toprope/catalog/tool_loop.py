@@ -18,6 +18,7 @@ from toprope.canonical.json import NotJson
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import ConfigError, PeerError
 from toprope.servers.agent.agent import Activation, Agent
+from toprope.tools.outcome import MAX_OUTPUT_CHARS
 
 DEFAULT_MAX_STEPS = 32
 ENDS = frozenset({Kind.LIMIT_REACHED, Kind.MODEL_CONTEXT_LENGTH})
@@ -27,16 +28,22 @@ BAD_TOOL_ARGUMENTS = "bad_tool_arguments"
 
 
 class ToolLoop(Agent):
-    """`ToolLoop(max_steps=32)`. A bound of the agent server (`max_steps` there) wins."""
+    """`ToolLoop(max_steps=32, max_tool_chars=262144)`. A bound of the agent server (`max_steps` there) wins.
 
-    def __init__(self, *, max_steps: int = DEFAULT_MAX_STEPS) -> None:
-        if max_steps < 1:
-            raise ConfigError(f"max_steps: {max_steps} given; accepted: an integer of at least 1")
+    `max_tool_chars`: characters of one tool's output that the model is told; a longer one is cut, and says so.
+    """
+
+    def __init__(self, *, max_steps: int = DEFAULT_MAX_STEPS, max_tool_chars: int = MAX_OUTPUT_CHARS) -> None:
+        for name, value in (("max_steps", max_steps), ("max_tool_chars", max_tool_chars)):
+            if value < 1:
+                raise ConfigError(f"{name}: {value} given; accepted: an integer of at least 1")
         self.max_steps = max_steps
+        self.max_tool_chars = max_tool_chars
 
     async def respond(self, activation: Activation) -> dict[str, Any]:
         """As `Agent.respond`. Trouble with the model or with a tool's server raises, and ends the activation."""
         steps = activation.max_steps or self.max_steps
+        activation.tools.max_output_chars = self.max_tool_chars
         request = dict(activation.request)
         history = _as_items(request.get("input"))
         output: list[dict[str, Any]] = []

@@ -19,7 +19,7 @@ from toprope.canonical import json
 from toprope.errors.tree import BadRequest, TopropeError
 from toprope.protocol.grants import GRANT_NAME, DirectHttpGrant, Grant, McpGrant, Stdio
 from toprope.tools.direct import DirectHttpTools
-from toprope.tools.outcome import GrantUnavailable
+from toprope.tools.outcome import MAX_OUTPUT_CHARS, GrantUnavailable
 from toprope.tools.outcome import ToolResult as ToolResult
 from toprope.tools.outcome import ToolUnavailable as ToolUnavailable
 from toprope.tools.spec import RESERVED_NAMES
@@ -34,7 +34,10 @@ _TOOL_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class ToolAccess:
-    """Every grant of one agent session. `gaps` names what could not be had: optional grants, tools nobody can call."""
+    """Every grant of one agent session. `gaps` names what could not be had: optional grants, tools nobody can call.
+
+    `max_output_chars`: how much of one output its model is told; an agent may set it for its session.
+    """
 
     def __init__(
         self, direct: DirectHttpTools | None = None, mcp: Sequence[McpTools] = (), gaps: Sequence[str] = ()
@@ -43,6 +46,7 @@ class ToolAccess:
         self._mcp = tuple(mcp)
         self._owners = {spec["name"]: tools for tools in mcp for spec in tools.specs}
         self.gaps = list(gaps)
+        self.max_output_chars = MAX_OUTPUT_CHARS
 
     @classmethod
     async def open(cls, grants: Sequence[Grant], client: Client, *, stdio: Collection[Stdio] = ()) -> ToolAccess:
@@ -100,9 +104,12 @@ class ToolAccess:
     async def call(self, name: str, arguments: str, *, offered: frozenset[str]) -> ToolResult:
         """Run one function call of the model. `offered` are the names that its request listed.
 
-        What is wrong with the name or the arguments is a result with `is_error`, for the model to read. Raises
-        `ToolUnavailable`.
+        What is wrong with the name or the arguments is a result with `is_error`, for the model to read. A text longer
+        than `max_output_chars` is cut, and says so. Raises `ToolUnavailable`.
         """
+        return (await self._call(name, arguments, offered)).cut(self.max_output_chars)
+
+    async def _call(self, name: str, arguments: str, offered: frozenset[str]) -> ToolResult:
         owner = self._owners.get(name)
         direct = self._direct if _TOOL_NAME.fullmatch(name) and name not in RESERVED_NAMES else None
         if name not in offered or (owner is None and direct is None):

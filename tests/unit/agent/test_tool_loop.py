@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from toprope.catalog.tool_loop import ToolLoop
+from toprope.errors.tree import ConfigError
 from toprope.http.app import Route, build_app
 from toprope.http.reply import Reply, json_reply, text_reply
+from toprope.tools.outcome import MAX_OUTPUT_CHARS
 
 from .conftest import USAGE, call, say
 
@@ -124,6 +127,32 @@ async def test_a_tool_that_was_not_offered_is_a_clean_error_and_reaches_no_serve
     reply = (await run(house, tools, tools=listed)).json()
     assert reply["output"][1]["output"].startswith(f"error: no tool named {name!r}")
     assert tools["calls"] == []
+
+
+@pytest.mark.parametrize("most", [10, None])
+@pytest.mark.parametrize("status", [200, 422])
+async def test_what_a_tool_says_is_cut_at_its_bound_and_the_model_and_the_record_are_told(
+    make_house: Any, tools: dict[str, Any], most: int | None, status: int
+) -> None:
+    bound = most or MAX_OUTPUT_CHARS
+    tools["reply"] = text_reply("é" * (bound + 7), status)
+    agent = ToolLoop() if most is None else ToolLoop(max_tool_chars=most)
+    house = await make_house([call("add", {})], [say("5")], agent=agent)
+    await run(house, tools)
+    (told,) = [item["output"] for item in house.model.bodies[1]["input"] if item.get("output") is not None]
+    if status == 422:  # an error of a stranger's is an excerpt already
+        assert len(told) < bound + 50
+        return
+    assert told == "é" * bound + "\n[7 more characters left out]"
+    closed = (await house.close()).json()
+    (record,) = [each for each in closed["agent_observations"]["records"] if each["kind"] == "tool_call"]
+    assert record["left_out_chars"] == 7
+
+
+@pytest.mark.parametrize("wrong", [{"max_steps": 0}, {"max_tool_chars": 0}])
+def test_bounds_of_the_loop_below_one_are_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        ToolLoop(**wrong)
 
 
 async def test_without_a_grant_every_call_is_a_clean_error(make_house: Any) -> None:

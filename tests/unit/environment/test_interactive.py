@@ -18,7 +18,7 @@ from toprope.launch.run import RunJob
 from toprope.servers.agent.server import AgentServer
 from toprope.servers.environment.base import EnvironmentServer
 from toprope.servers.environment.interactive import Interactive
-from toprope.servers.environment.users import BEGIN, SILENCE, seen_by_the_user
+from toprope.servers.environment.users import BEGIN, MAX_SAID_CHARS, SILENCE, seen_by_the_user
 from toprope.servers.model.server import ModelServer
 from toprope.servers.resources.environment import Environment, Verdict
 from toprope.servers.resources.server import ResourcesServer
@@ -166,6 +166,18 @@ async def test_a_model_plays_the_user_from_the_other_side_until_it_says_stop(tal
         ("user", "answer 2"),
     ]
     assert "Be brief." not in json.dumps([dict(item) for item in second.input])
+
+
+async def test_a_model_user_that_says_too_much_is_cut_and_the_agent_reads_so(talk: Talk) -> None:
+    replies = iter(["x" * (MAX_SAID_CHARS + 5), "y" * (MAX_SAID_CHARS + 6) + " ###STOP###"])
+    talk.user = ScriptedEngine(script=lambda call: next(replies))
+    await talk.build()
+    outcome = await talk.run({"instructions": "Go on and on."}, given=[{"role": "system", "content": "Be brief."}])
+    said = [text for role, text in lines(outcome["result"]["response"]["output"]) if role == "user"]
+    assert said == [
+        "x" * MAX_SAID_CHARS + "\n[5 more characters left out]",
+        "y" * MAX_SAID_CHARS + "\n[6 more characters left out]",
+    ]
 
 
 @pytest.mark.promise("ID-3")

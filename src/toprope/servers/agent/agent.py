@@ -133,6 +133,8 @@ class Activation:
             text = arguments if isinstance(arguments, str) else ""
             result = await self.tools.call(name, text, offered=offered)
             record["ok"] = not result.is_error
+            if result.left_out:
+                record["left_out_chars"] = result.left_out
             return result
         except BaseException as error:
             record["error"] = type(error).__name__

@@ -25,6 +25,8 @@ the assistant's. When the user has what they came for, or gives up, write {stop}
 
 {instructions}"""
 BEGIN = "(The conversation begins. Write the user's first message.)"
+MAX_SAID_CHARS = 64 * 1024
+"""Of what a model that plays the user says in one turn; `max_output_tokens` among its sampling bounds it before."""
 SILENCE = "(The assistant said nothing.)"
 
 
@@ -105,7 +107,9 @@ class ModelUser:
         if response.get("status") == "failed" or not text.strip():
             raise self._failed(f"it said nothing (status {response.get('status')})", Delivery.DELIVERED)
         words, stopped, _ = text.partition(self.stop)
-        return Utterance(words.strip() or None, done=True) if stopped else Utterance(text)
+        if stopped:
+            return Utterance(_bounded(words.strip()) or None, done=True)
+        return Utterance(_bounded(text))
 
     def _failed(
         self, why: str, delivery: Delivery | None = None, upstream_status: int | None = None
@@ -113,6 +117,11 @@ class ModelUser:
         return UserUnavailable(
             f"the user's model {self.name}: {why}", delivery=delivery, upstream_status=upstream_status
         )
+
+
+def _bounded(words: str) -> str:
+    more = len(words) - MAX_SAID_CHARS
+    return words if more <= 0 else f"{words[:MAX_SAID_CHARS]}\n[{more} more characters left out]"
 
 
 def read_user(value: Any) -> UserInput:
