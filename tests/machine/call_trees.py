@@ -1,7 +1,7 @@
 """Random call trees whose every token is labelled when it is sampled, and an oracle that reads labels only.
 
-The generator plays engine, agent and recorder. It never asks the builder anything, and the oracle knows nothing of
-parents, claims or chains: it looks every delivered id up in the book of labels.
+The generator plays engine, agent and, where it is given none, recorder. It never asks the builder anything, and the
+oracle knows nothing of parents, claims or chains: it looks every delivered id up in the book of labels.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tests.machine.recorders import Recorders
+
 from toprope.tokens.entry import TokenEntry
+from toprope.tokens.items import item_digests
 from toprope.tokens.lineage import LineageHistory, decide
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 from toprope.trajectory.terminal import TerminalWitnesses
@@ -61,8 +64,10 @@ class Tree:
 class World:
     """One rollout: an agent with its moods on top of an engine that never samples an id twice."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, recorders: Callable[[random.Random], Recorders] | None = None) -> None:
         self.dice = random.Random(seed)
+        self.recorders = recorders(self.dice) if recorders is not None else None
+        self.overdue: list[Callable[[], None]] = []
         self.book = Book()
         self.turns: dict[str, Turn] = {}
         self.history = LineageHistory()
@@ -99,12 +104,18 @@ class World:
         for token, log_prob in zip(gen, log_probs, strict=True):
             self.book.sampled.setdefault(token, {})[call_id] = log_prob
         text = twin.output[0]["content"] if twin and twin.output else f"text of {call_id}"
-        output = [{"type": "message", "role": "assistant", "content": text}] if gen else []
+        output = [assistant(text)] if gen else []
         turn = Turn(call_id, prompt, gen, items, output, sound)
         self.turns[call_id] = turn
-        if about.pop("lose", False):
+        lost = about.pop("lose", False)
+        if lost:
             turn.recorded = turn.whole_path_recorded = False
             self.book.lost.add(call_id)
+        if self.recorders is not None:
+            self._through(self.recorders, turn, dict(zip(gen, log_probs, strict=True)), **about)
+            return turn
+        if lost:
+            self.history.note_unrecorded(item_digests(items))
             if self.dice.random() < 0.5:
                 self.incomplete.append(f"dangling_intent:{call_id}")
             return turn
@@ -133,11 +144,35 @@ class World:
         self.entries.append(entry)
         return turn
 
+    def _through(self, recorders: Recorders, turn: Turn, sampled: dict[int, float], **about: Any) -> None:
+        recorder = recorders.begin(turn.call_id)
+        if turn.recorded:
+            recorders.record(recorder, turn.call_id, turn.items, turn.prompt, sampled, turn.output, **about)
+            return
+        self.overdue.append(lambda: recorders.lose(recorder, turn.call_id, turn.items))
+        if self.dice.random() < 0.7:  # else its loss is noticed only after calls that came later
+            self.settle()
+
+    def settle(self) -> None:
+        """Every loss is noticed in the end."""
+        while self.overdue:
+            self.overdue.pop(0)()
+
+    def frozen(self) -> TokenCaptureSnapshot:
+        self.settle()
+        if self.recorders is not None:
+            return self.recorders.frozen()
+        return TokenCaptureSnapshot("r", tuple(self.entries), bool(self.incomplete), "s", 1, tuple(self.incomplete))
+
     # -- what an agent may do next ------------------------------------------------------------------------------
 
-    def start(self) -> Turn:
-        """A first call, a sub-agent's first call, or the first call after a compaction."""
-        return self.call(self.given(self.dice.randint(1, 3)), [user("task")], sound=True)
+    def start(self, **about: Any) -> Turn:
+        """A first call, a sub-agent's first call, or the first call after a compaction.
+
+        Some show turns that nobody sampled. Where lost calls cannot be ruled out those need not train.
+        """
+        shown = [user("for example"), assistant("shown")] if self.dice.random() < 0.15 else []
+        return self.call(self.given(self.dice.randint(1, 3)), [*shown, user("task")], sound=not shown, **about)
 
     def go_on(self, turn: Turn, **about: Any) -> Turn:
         items = [*turn.items, *turn.output, user(f"more {self._next}")]
@@ -160,8 +195,12 @@ class World:
 
     def make_up(self, turn: Turn) -> Turn:
         """The harness writes a turn that nobody sampled."""
-        made_up = {"type": "message", "role": "assistant", "content": f"I could not finish {self._next}."}
+        made_up = assistant(f"I could not finish {self._next}.")
         return self.call(turn.seen + self.given(3), [*turn.items, *turn.output, made_up, user("go on")], sound=False)
+
+
+def assistant(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "assistant", "content": text}
 
 
 def user(text: str) -> dict[str, Any]:
@@ -181,25 +220,25 @@ MOODS: dict[str, tuple[int, Callable[[World, Turn], Turn]]] = {
 }
 
 
-def grow(seed: int) -> Tree:
+def grow(seed: int, recorders: Callable[[random.Random], Recorders] | None = None) -> Tree:
     """One random rollout, its records damaged or not, in random order with random copies."""
-    world = World(seed)
+    world = World(seed, recorders)
     dice = world.dice
     moods, weights = zip(*((mood, weight) for weight, mood in MOODS.values()), strict=True)
-    turns = [world.start()]
     calm = dice.random() < 0.35
+    turns = [world.start(lose=not calm and dice.random() < 0.15)]
     for _ in range(dice.randint(0, 9)):
         # Mostly where it left off, sometimes from any earlier turn: a fork.
         turn = turns[-1] if dice.random() < 0.8 else dice.choice(turns)
         mood = moods[0] if calm else dice.choices(moods, weights)[0]
         turns.append(mood(world, turn))
-    entries = list(world.entries)
-    if dice.random() < 0.25:
+    frozen = world.frozen()
+    entries = list(frozen.entries)
+    if entries and dice.random() < 0.25:
         entries = _damage(world, entries)
     entries += dice.choices(entries, k=dice.randrange(3)) if entries else []
     dice.shuffle(entries)
-    lost = tuple(world.incomplete)
-    snapshot = TokenCaptureSnapshot("r", tuple(entries), bool(lost), "s", 1, lost)
+    snapshot = replace(frozen, entries=tuple(entries))
     terminal = None if dice.random() < 0.5 else (turns[-1] if dice.random() < 0.7 else dice.choice(turns)).call_id
     return Tree(world.book, world.turns, snapshot, terminal, world.harmed)
 

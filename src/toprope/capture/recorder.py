@@ -22,6 +22,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
+from toprope.capture.beginnings import Beginnings
 from toprope.capture.bounds import is_callers
 from toprope.capture.evidence import CallEvidence as CallEvidence
 from toprope.capture.evidence import judged, record_of
@@ -42,7 +43,14 @@ from toprope.tokens.entry import BadRecord, TokenEntry
 from toprope.tokens.hashing import ChainHash
 from toprope.tokens.items import item_digests
 from toprope.tokens.lifecycle import typed_reason
-from toprope.tokens.lineage import DEFERRED, DEFERRED_ALL_TOLD, LineageHistory, ParentChoice, decide_asked
+from toprope.tokens.lineage import (
+    DEFERRED,
+    DEFERRED_ALL_TOLD,
+    FIRST_CALL,
+    LineageHistory,
+    ParentChoice,
+    decide_asked,
+)
 from toprope.tokens.sampled import SampledTokens
 
 log = logging.getLogger(__name__)
@@ -132,6 +140,7 @@ class Recorder:
         self._all_told = self._begin is not None and self._aborting is None
         self._journal = reader if isinstance(reader, CallJournal) and self._begin_takes_intent else None
         self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()
+        self._beginnings = Beginnings()
         self._ids = 0
         self._running: set[asyncio.Task[None]] = set()
         self.forget_listeners: list[Callable[[str], None]] = []
@@ -162,7 +171,10 @@ class Recorder:
                 raise
             raise CaptureError(f"call {call_id} of {key}: its intent could not be written ({_said(error)})") from error
         if self._reader is not None:
-            self._learn_from_begin(self._rollout(key), ack)
+            rollout = self._rollout(key)
+            self._learn_from_begin(rollout, ack)
+            if len(rollout.history) == 0:
+                self._beginnings.began(key, call_id)
 
     async def record(self, call: CallEvidence) -> None:
         """On return the call is durable, or its rollout is durably marked incomplete and the reason is in the log.
@@ -228,7 +240,7 @@ class Recorder:
             tokens = judged(call)
             entry = await self._decided(call, tokens)
         except BadRecord as fault:
-            self._note_unrecorded(call.key, call.marks())
+            self._note_unrecorded(call.key, call.call_id, call.marks())
             await self._lose(call.key, call.call_id, fault.reason, str(fault))
             return
         except _WHATEVER as error:  # a fault of ours must not fail the agent's call
@@ -282,12 +294,14 @@ class Recorder:
         chain = choice.prompt_hash.extend(tokens.generation_token_ids)
         entry = record_of(call, rollout.laid_out(call.call_id, choice, tokens), choice, chain, self._clock())
         rollout.history.add(entry, choice.asked, chain=chain)
+        self._beginnings.recorded(call.key, call.call_id, choice.item_digests if choice.reason == FIRST_CALL else ())
         self._grow(
             call.key, rollout, len(tokens.prompt_token_ids) - choice.suffix_start + len(entry.generation_log_probs)
         )
         return entry
 
     def _deferred(self, call: CallEvidence, tokens: SampledTokens) -> TokenEntry:
+        self._beginnings.recorded(call.key, call.call_id)
         choice = ParentChoice(
             decision="unresolved",
             parent_call_id=None,
@@ -299,8 +313,10 @@ class Recorder:
         return record_of(call, tokens, choice, chain, self._clock())
 
     async def _abort(self, key: str, call_id: str, reason: str, marks: tuple[str, ...]) -> None:
-        if not reason.startswith(_NOTHING_SAMPLED):
-            self._note_unrecorded(key, marks)
+        if reason.startswith(_NOTHING_SAMPLED):
+            self._beginnings.recorded(key, call_id)  # nothing of it can stand anywhere
+        elif self._note_unrecorded(key, call_id, marks):
+            await self._mark(key, call_id, "unobserved_path:the first recorded call may hold what this one said")
         if self._aborting is None:
             return
         try:
@@ -314,6 +330,15 @@ class Recorder:
 
     async def _lose(self, key: str, call_id: str, reason: str, detail: str) -> None:
         log.warning("capture: call %s of %s is not on record (%s): %s", call_id or "-", key, reason, detail)
+        self._beginnings.lost(key, call_id, ())
+        if await self._mark(key, call_id, reason) and call_id and self._aborting is not None:
+            # Said durably: nobody need wait for this call any more.
+            await self._abort(key, call_id, f"lost:{reason.partition(':')[0]}", ())
+        if self._strict:
+            raise CaptureError(f"call {call_id} of {key} could not be recorded ({reason}): {detail}")
+
+    async def _mark(self, key: str, call_id: str, reason: str) -> bool:
+        """Whether the rollout is durably marked on return."""
         try:
             if self._mark_takes_reason:
                 await self._sink.mark_incomplete(key, call_id, reason=typed_reason(reason, call_id))  # type: ignore[call-arg]
@@ -326,10 +351,8 @@ class Recorder:
                 raise
             log.exception("capture: %s could not be marked incomplete; its open intent has to mask it", key)
         else:
-            if call_id and self._aborting is not None:  # said durably: nobody need wait for this call any more
-                await self._abort(key, call_id, f"lost:{reason.partition(':')[0]}", ())
-        if self._strict:
-            raise CaptureError(f"call {call_id} of {key} could not be recorded ({reason}): {detail}")
+            return True
+        return False
 
     # -- the index --------------------------------------------------------------------------------------------------
 
@@ -371,9 +394,12 @@ class Recorder:
                     self._grow(key, rollout, len(entry.generation_token_ids))
             rollout.synced += len(found)
 
-    def _note_unrecorded(self, key: str, marks: tuple[str, ...]) -> None:
-        if self._reader is not None:
-            self._rollout(key).history.note_unrecorded(marks)
+    def _note_unrecorded(self, key: str, call_id: str, marks: tuple[str, ...]) -> bool:
+        """Whether the first recorded call may hold what this one said."""
+        if self._reader is None:
+            return False
+        self._rollout(key).history.note_unrecorded(marks)
+        return self._beginnings.lost(key, call_id, marks)
 
     def _grow(self, key: str, rollout: _Rollout, ids: int) -> None:
         if self._rollouts.get(key) is not rollout:

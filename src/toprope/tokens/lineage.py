@@ -412,12 +412,13 @@ def decide_asked(
     )
 
 
-def decide_deferred(entries: Iterable[TokenEntry]) -> tuple[TokenEntry, ...]:
+def decide_deferred(entries: Iterable[TokenEntry], *, missing: bool = False) -> tuple[TokenEntry, ...]:
     """The entries with every deferred decision made, as if one recorder had seen all calls in order of `created_at`.
 
     Call ids are distinct. A deferred entry has its whole prompt, and all marks of its request as `item_digests`. One
     that comes out before its parent (skewed clocks) stays unresolved or becomes a root: masked, never guessed. Aborted
-    calls are not told here: a first request with model-authored items stays unresolved, but for `DEFERRED_ALL_TOLD`.
+    calls are not told here: a first request with model-authored items stays unresolved, but for `DEFERRED_ALL_TOLD`;
+    `missing` says that records of this rollout were set aside, so that not even then all is told.
     """
     held = tuple(entries)
     if not any(_is_deferred(entry) for entry in held):
@@ -425,7 +426,7 @@ def decide_deferred(entries: Iterable[TokenEntry]) -> tuple[TokenEntry, ...]:
     history, decided = LineageHistory(), {}
     for entry in sorted(held, key=lambda each: (each.created_at, each.model_call_id)):
         if _is_deferred(entry):
-            history.unseen = entry.parent_resolution_reason != DEFERRED_ALL_TOLD
+            history.unseen = missing or entry.parent_resolution_reason != DEFERRED_ALL_TOLD
             choice = decide_asked(history, Asked(entry.item_digests), entry.prompt_token_ids)
             decided[entry.model_call_id] = replace(
                 entry,

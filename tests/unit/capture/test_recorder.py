@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from toprope.tokens.lineage import DEFERRED, DEFERRED_ALL_TOLD
 from toprope.tokens.sampled import SampledTokens
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 from toprope.trajectory.build import Masked, Trainable, build
+from toprope.trajectory.terminal import TerminalWitnesses
 
 
 def user(text: str) -> dict[str, Any]:
@@ -309,6 +311,51 @@ async def test_shown_turns_are_a_beginning_where_no_call_can_have_been_lost_unse
     built = build(TokenCaptureSnapshot("k", tuple(sink.entries), False, "s", 1))
     assert isinstance(built, Masked if aborts else Trainable)
     assert any("shown" in note for note in recorder.notes) == aborts
+
+
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize(
+    ("end", "first", "incomplete"),
+    [
+        ("lost", [user("hi")], True),  # what it said may be the turn that the first record begins with
+        ("lost", KEPT, False),  # the turn stood in its own request already
+        ("never sent", [user("hi")], False),
+        ("recorded", [user("hi")], False),
+    ],
+)
+async def test_a_call_that_is_lost_after_a_later_first_one_was_recorded_puts_that_in_doubt(
+    end: str, first: list[dict[str, Any]], incomplete: bool, forgets: bool
+) -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store)
+    await recorder.begin("k", "c1")
+    await recorder.begin("k", "c2")
+    await recorder.record(evidence("c2", KEPT))
+    if forgets:
+        recorder._let_go("k")
+    if end == "recorded":
+        await recorder.record(evidence("c1", first, prompt=(9,)))
+    else:
+        await recorder.abort("k", "c1", "not_sent" if end == "never sent" else "upstream:x", request_items=first)
+    snapshot = await store.freeze("k")
+    assert snapshot.entries[0].parent_decision == "root"
+    assert snapshot.incomplete == incomplete
+    assert len(recorder._beginnings) == 0
+
+
+@pytest.mark.promise("CP-9")
+async def test_what_follows_a_record_that_nobody_believes_is_no_beginning() -> None:
+    """Two copies of the first call differ and are set aside; the second call continues it and must not stand alone."""
+    sink, talk = Foreign(), Conversation()
+    recorder = Recorder(sink)
+    for _ in range(2):
+        await talk.turn(recorder)
+    copy = replace(sink.entries[0], generation_token_ids=[8, 8], chain_hash=None)
+    snapshot = TokenCaptureSnapshot("k", (*sink.entries, copy), False, "s", 1)
+    built = build(snapshot, terminal=TerminalWitnesses.naming(explicit="c1"))
+    assert isinstance(built, Masked)
+    assert "unresolved_parent" in built.reasons
 
 
 async def test_a_cancelled_caller_still_leaves_a_record(tmp_path: Path) -> None:

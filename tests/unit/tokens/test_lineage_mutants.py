@@ -77,7 +77,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "deferred_first_calls_are_roots": (
         "lineage",
-        "history.unseen = entry.parent_resolution_reason != DEFERRED_ALL_TOLD",
+        "history.unseen = missing or entry.parent_resolution_reason != DEFERRED_ALL_TOLD",
         "history.unseen = False",
     ),
     "marks_not_counted_on_the_way_down": (
