@@ -301,11 +301,16 @@ class SessionRegistry(Generic[S]):
                     self._step(session, Event.FORGET)
         return begun
 
-    async def sweep_forever(self, every_s: float | None = None) -> None:
-        """Sweep until cancelled, every `every_s` seconds (a quarter of the TTL, at most 15 s, if not given)."""
-        interval = every_s if every_s is not None else max(0.05, min(15.0, self._ttl_s / 4))
+    @property
+    def sweep_every_s(self) -> float:
+        """Seconds between two sweeps, and so the longest that an expired session waits: a quarter of the TTL, at most
+        15 s."""
+        return max(0.05, min(15.0, self._ttl_s / 4))
+
+    async def sweep_forever(self, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep) -> None:
+        """Sweep until cancelled, every `sweep_every_s` seconds."""
         while True:
-            await asyncio.sleep(interval)
+            await sleep(self.sweep_every_s)
             self.sweep()
 
     async def release_all(self, timeout_s: float = 30.0) -> None:

@@ -238,6 +238,46 @@ async def test_what_nobody_closes_expires_by_ttl_or_lease_but_never_in_use() -> 
 
 
 @pytest.mark.promise("EP-11")
+async def test_a_session_expires_its_ttl_after_its_last_use_and_not_after_its_seed() -> None:
+    house = House(ttl_s=100)
+    await house.seed()
+    for _ in range(3):
+        house.clock.now += 90
+        with house.registry.use("s"):
+            house.clock.now += 5
+        assert house.registry.sweep() == 0
+    house.clock.now += 99
+    assert house.registry.sweep() == 0
+    house.clock.now += 1
+    assert house.registry.sweep() == 1
+
+
+@pytest.mark.promise("EP-11")
+@pytest.mark.parametrize(("ttl_s", "every_s"), [(0.4, 0.1), (20.0, 5.0), (900.0, 15.0)])
+async def test_an_expired_session_waits_for_one_sweep_at_most(ttl_s: float, every_s: float) -> None:
+    house = House(ttl_s=ttl_s)
+    await house.seed()
+    began = house.clock.now
+    gone = asyncio.Event()
+
+    async def sleep(seconds: float) -> None:
+        assert seconds == every_s
+        house.clock.now += seconds
+        await asyncio.sleep(0)
+        if house.released:
+            gone.set()
+            await asyncio.Event().wait()
+
+    sweeping = asyncio.create_task(house.registry.sweep_forever(sleep))
+    seeing = asyncio.create_task(gone.wait())
+    await asyncio.wait({sweeping, seeing}, return_when=asyncio.FIRST_COMPLETED)
+    assert not sweeping.done(), sweeping.exception()
+    sweeping.cancel()
+    # The release was begun by the sweep before the sleep in which it was seen.
+    assert house.clock.now - every_s - began <= ttl_s + every_s
+
+
+@pytest.mark.promise("EP-11")
 async def test_closed_ids_are_remembered_for_a_while_and_then_forgotten() -> None:
     house = House(remember_closed_s=300)
     for number in range(100):
