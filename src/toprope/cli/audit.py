@@ -17,7 +17,8 @@ def audit(
 ) -> None:
     """Prove a run: every trained token was sampled by a recorded call exactly once, and nothing is unaccounted for.
 
-    Exit status 1 on any breach.
+    Exit status 1 on any breach. Rows with token ids of an agent's own that no recorded call bears out are no breach:
+    they are counted as not proven, and the run is not called proven.
 
     \b
     toprope audit runs/20260101-120000-demo-1a2b
@@ -48,10 +49,13 @@ def audit(
 def _verdict(report: AuditReport) -> str:
     if not report.ok:
         return f"{len(report.breaches)} breach{'es' * (len(report.breaches) > 1)}"
-    unverifiable = report.counts["unverifiable"]
-    if unverifiable:
-        return f"no breach found; unverifiable: {unverifiable} (captured rows whose receipts are gone)"
-    return "proven"
+    counts, told = report.counts, ["no breach found"]
+    if counts["not_proven"]:
+        why = "rows with token ids of the agent's own, which no recorded call bears out"
+        told.append(f"proven {counts['proven']}, not proven {counts['not_proven']} ({why})")
+    if counts["unverifiable"]:
+        told.append(f"unverifiable: {counts['unverifiable']} (captured rows whose receipts are gone)")
+    return "; ".join(told) if len(told) > 1 else "proven"
 
 
 def _print_json(report: object) -> None:

@@ -42,6 +42,10 @@ from toprope.trajectory.project import is_native
 from toprope.trajectory.proof import check_row_against_receipts
 
 _Attempt = tuple[str, int]
+_COUNTS = (
+    *("results", "failures", "dispatches", "captured", "proven", "not_proven", "unverifiable", "calls"),
+    *("sampled_tokens", "delivered_tokens"),
+)
 _STRUCTURAL = frozenset({"malformed", "not_contiguous"})
 """Breaches that need no receipts: what they say of a row is wrong whoever sampled it."""
 
@@ -60,7 +64,12 @@ class AuditBreach:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """What was checked and what was found; `ok` is the exit status. `notes` are no breaches."""
+    """What was checked and what was found; `ok` is the exit status. `notes` are no breaches.
+
+    Of `counts`, `proven` and `not_proven` are rows with token ids: those that receipts bear out, and those with ids of
+    an agent's own that no recorded call bears out (so may a forged row look). `sampled_tokens` are what the calls
+    behind the proven rows sampled, `delivered_tokens` what of it is in the loss.
+    """
 
     breaches: tuple[AuditBreach, ...]
     counts: Mapping[str, int]
@@ -68,7 +77,7 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Whether the run is proven."""
+        """Whether nothing speaks against the run. Proven are the rows that `counts` says are."""
         return not self.breaches
 
 
@@ -107,9 +116,7 @@ class _Audit:
         self._reformatted = 0
         self.breaches: list[AuditBreach] = []
         self.notes: list[str] = []
-        self.counts: Counter[str] = Counter(
-            dict.fromkeys(("results", "failures", "dispatches", "captured", "proven", "unverifiable", "calls"), 0)
-        )
+        self.counts: Counter[str] = Counter(dict.fromkeys(_COUNTS, 0))
 
     def say(self, kind: str, where: str, message: str) -> None:
         self.breaches.append(AuditBreach(kind, where, message))
@@ -223,6 +230,7 @@ class _Audit:
         metrics = row.get("_ng_token_capture")
         if attempt is None or dispatched is None or not dispatched.captured:
             self._structure(row, where)
+            self.counts["not_proven"] += _carries_ids(row)
             return
         if not isinstance(metrics, dict):
             await self._native(row, capture_key(*attempt), where)
@@ -242,20 +250,23 @@ class _Audit:
             self.say(breach.kind, where, f"{breach.where}: {breach.message}")
         self._calls(metrics, receipts, where)
         self.counts["calls"] += len(receipts)
-        self.counts["proven"] += not found and not masked
+        if not found and not masked:
+            self.counts["proven"] += 1
+            self.counts["sampled_tokens"] += sum(receipt.gen_len for receipt in receipts)
+            self.counts["delivered_tokens"] += metrics.get("generated_tokens_delivered", 0)
 
     async def _native(self, row: dict[str, Any], key: str, where: str) -> None:
         """A row of a captured attempt that delivery left alone: ids of the agent's own, or it was tampered with."""
         self._structure(row, where)
         receipts = await self._receipts(key)
-        response = row.get("response")
-        if not receipts:
-            return
-        if not isinstance(response, dict) or not is_native(response.get("output")):
+        if receipts and not _carries_ids(row):
             message = f"{len(receipts)} calls are recorded, and the row has neither their ids nor _ng_token_capture"
             self.say("calls_unaccounted_for", where, message)
-        elif check_row_against_receipts(row, receipts):
-            self.notes.append(f"{where}: the agent returned token ids of its own, which no recorded call bears out")
+        elif receipts and not check_row_against_receipts(row, receipts):
+            self.counts["proven"] += 1
+        elif _carries_ids(row):
+            self.counts["not_proven"] += 1
+            self.notes.append(f"{where}: the row has token ids of the agent's own, which no recorded call bears out")
 
     def _structure(self, row: dict[str, Any], where: str) -> None:
         """What can be said without receipts: bundles whole, logprobs finite and aligned, prompts contiguous."""
@@ -359,6 +370,12 @@ class _Audit:
         if self._dir.summary.exists():
             for key in _differences(summary, self._dir.summary.read_bytes()):
                 self.say("changed", "summary.json", f"{key} is not what the rows give")
+
+
+def _carries_ids(row: Mapping[str, Any]) -> bool:
+    """Whether a trainer would find sampled ids in the row's output, as an agent with ids of its own writes them."""
+    response = row.get("response")
+    return isinstance(response, dict) and is_native(response.get("output"))
 
 
 def _attempt_of(row: Mapping[str, Any]) -> _Attempt | None:

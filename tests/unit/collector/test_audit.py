@@ -13,6 +13,7 @@ import pytest
 
 from toprope.canonical.digest import digest_bytes, digest_value
 from toprope.capture.sqlite_store import SqliteStore
+from toprope.cli.audit import _verdict
 from toprope.collector.audit import AuditReport, audit
 from toprope.collector.settings import CaptureSettings, RunSettings
 from toprope.collector.summary import summarise, write_summary
@@ -78,6 +79,7 @@ async def test_an_untouched_run_is_proven_with_its_counts(run_dir: RunDir) -> No
     assert (counts["results"], counts["failures"], counts["dispatches"]) == (4, 1, 5)
     assert (counts["captured"], counts["proven"], counts["kept_evidence"], counts["unverifiable"]) == (4, 3, 1, 0)
     assert (counts["expected"], counts["measured"], counts["masked"]) == (4, 3, 1)
+    assert (counts["not_proven"], counts["sampled_tokens"], counts["delivered_tokens"]) == (0, 12, 12)
 
 
 @pytest.mark.promise("CP-17")
@@ -121,7 +123,6 @@ async def test_a_forger_who_also_rewrites_the_journal_is_still_found_by_the_rece
     assert "changed" not in found
 
 
-@pytest.mark.promise("UX-5")
 def strip_metrics(rows: Rows) -> None:
     del rows[0]["_ng_token_capture"]
     trained(rows)["generation_token_ids"][0] += 1
@@ -134,6 +135,7 @@ def strip_everything(rows: Rows) -> None:
             item.pop(key, None)
 
 
+@pytest.mark.promise("UX-5")
 async def test_a_captured_row_that_lost_its_capture_metrics_is_found_or_named(run_dir: RunDir) -> None:
     before = (run_dir.path / "results.jsonl").read_bytes()
     edit(run_dir.path / "results.jsonl", strip_metrics)
@@ -141,6 +143,47 @@ async def test_a_captured_row_that_lost_its_capture_metrics_is_found_or_named(ru
     (run_dir.path / "results.jsonl").write_bytes(before)
     edit(run_dir.path / "results.jsonl", strip_everything)
     assert "calls_unaccounted_for" in kinds(await prove(run_dir))
+
+
+async def test_a_row_made_to_look_native_is_not_called_proven_though_the_journal_was_rewritten(run_dir: RunDir) -> None:
+    def forge(rows: Rows) -> None:
+        del rows[0]["_ng_token_capture"]
+        trained(rows)["generation_log_probs"][0] = -0.25
+
+    edit(run_dir.results, forge)
+    rejournal(run_dir)
+    run_dir.summary.unlink(missing_ok=True)
+    report = await prove(run_dir)
+    assert (report.ok, report.counts["proven"], report.counts["not_proven"]) == (True, 2, 1)
+    assert _verdict(report).startswith(
+        "no breach found; proven 2, not proven 1 (rows with token ids of the agent's own"
+    )
+
+
+async def test_a_native_row_whose_ids_recorded_calls_bear_out_is_proven(run_dir: RunDir) -> None:
+    edit(run_dir.results, lambda rows: rows[0].__delitem__("_ng_token_capture"))
+    rejournal(run_dir)
+    report = await prove(run_dir)
+    assert (report.counts["proven"], report.counts["not_proven"]) == (3, 0)
+
+
+def take_out_a_generation(rows: Rows) -> None:
+    """A generation that a trainer would have seen is context now, and everything that counts it was adjusted."""
+    row = next(row for row in rows if not row["mask_sample"])
+    taken = next(item for item in row["response"]["output"] if "generation_token_ids" in item)
+    metrics = row["_ng_token_capture"]
+    metrics["generated_tokens_delivered"] -= len(taken["generation_token_ids"])
+    metrics["delivered_fraction"] = metrics["generated_tokens_delivered"] / metrics["generated_tokens_captured"]
+    for key in ("prompt_token_ids", "generation_token_ids", "generation_log_probs"):
+        del taken[key]
+
+
+@pytest.mark.promise("CP-17")
+async def test_a_generation_taken_out_of_a_row_is_found_though_the_journal_was_rewritten(run_dir: RunDir) -> None:
+    edit(run_dir.results, take_out_a_generation)
+    rejournal(run_dir)
+    run_dir.summary.unlink(missing_ok=True)
+    assert kinds(await prove(run_dir)) == {"left_out"}
 
 
 async def test_two_rows_that_exchanged_responses_and_capture_metrics_are_found(run_dir: RunDir) -> None:
@@ -361,7 +404,7 @@ async def test_changed_tasks_are_found(run_dir: RunDir) -> None:
 async def test_a_row_whose_outcome_a_kill_cut_off_is_no_breach_until_the_run_went_on(run_dir: RunDir) -> None:
     last = [line for line in run_dir.journal.read_bytes().split(b"\n")[:-1] if b'"outcome"' in line][-1]
     edit(run_dir.journal, lambda lines: [line for line in lines if line != json.loads(last) and line["type"] != "end"])
-    run_dir.summary.unlink()
+    run_dir.summary.unlink(missing_ok=True)
     report = await prove(run_dir)
     assert report.ok, report.breaches
     assert any("killed" in note for note in report.notes)

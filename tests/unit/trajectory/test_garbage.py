@@ -15,9 +15,12 @@ from tests.unit.trajectory.golden import entry
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.hashing import ChainHash
 from toprope.tokens.lineage import DEFERRED
+from toprope.tokens.receipts import receipts_of
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 from toprope.trajectory.build import Masked, Trainable, build
 from toprope.trajectory.evidence import Call
+from toprope.trajectory.project import TRACES
+from toprope.trajectory.proof import check_row_against_receipts
 from toprope.trajectory.terminal import TerminalWitnesses
 
 NAMES = ["a", "b", "c", "d", "e", "f"]
@@ -55,6 +58,10 @@ def packed(entries: list[TokenEntry], terminal: TerminalWitnesses, deliver: Any)
     for trace in built.traces:
         assert len(trace.token_ids) == len(trace.loss_mask) == len(trace.logprobs) == trace.spans[-1].end
     assert any(trace.loss_mask.any() for trace in built.traces)
+    row = {"response": {TRACES: [each.as_json() for each in built.traces]}}
+    # With two ids to choose from, what one garbage call sampled is another's first prompt.
+    breaches = check_row_against_receipts(row, receipts_of(entries))
+    assert [each for each in breaches if each.kind != "left_out"] == []
     return msgspec.json.encode([[trace.as_json() for trace in built.traces], built.metrics])
 
 
