@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -117,7 +117,7 @@ class CommandAgent(Agent):
             values |= {"prompt": prompt_of(activation.request), "workdir": sandbox.workdir}
             values["prompt_file"] = f"{sandbox.workdir}/{PROMPT_FILE}"
             try:
-                done = await self._run(sandbox, gate, values)
+                done = _without(keys.own, await self._run(sandbox, gate, values))
             finally:
                 activation.model.calls += gate.calls
             self._observe(activation, done, gate)
@@ -222,6 +222,16 @@ def _why_failed(done: Completed) -> str | None:
         last = done.stderr.data[-500:].decode("utf-8", "replace").strip().rpartition("\n")[2]
         return f"the program ended with status {done.exit}" + (f": {last}" if last else "")
     return None
+
+
+def _without(key: str, done: Completed) -> Completed:
+    """What the program wrote, its key (a word of its environment) masked: messages and rows are for many to read."""
+    word, mask = key.encode(), b"*" * len(key)
+    masked = {
+        name: replace(kept, data=kept.data.replace(word, mask))
+        for name, kept in (("stdout", done.stdout), ("stderr", done.stderr))
+    }
+    return replace(done, **masked)  # type: ignore[arg-type]
 
 
 def _require_sound(done: Completed, gate: Gate) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,10 @@ log = logging.getLogger("toprope.agent")
 
 CANCEL_S = 5.0
 _STATUSES = ("completed", "incomplete", "failed")
+_WHY_NO_RESPONSE = (
+    "`output` must be a list of objects that each have a `type`, or a `role` and `content`, and `status`, where there "
+    "is one, one of " + ", ".join(_STATUSES)
+)
 
 
 class RemoteAgent(Agent):
@@ -108,6 +113,8 @@ class RemoteAgent(Agent):
                 activation.invocation["refused_requests"] = gate.refused
                 if activation.number == 1:
                     activation.observations.gap("what the remote agent did beside its model calls is not observed")
+            # What it says of itself must not carry the key on: messages and rows are for many to read.
+            reply = replace(reply, body=reply.body.replace(keys.own.encode(), b"[the gate's key]"))
             return _read(_accepted(reply), model, extended=activation.extended)
 
     async def _ask(self, body: Mapping[str, Any]) -> Reply:
@@ -153,6 +160,8 @@ def _accepted(reply: Reply) -> Reply:
 def _read(reply: Reply, model: str, *, extended: bool) -> dict[str, Any]:
     value = reply.json()
     if isinstance(value, dict) and isinstance(value.get("output"), list):
+        if not _is_response(value):
+            raise _bad(reply, _WHY_NO_RESPONSE)
         return value
     if not isinstance(value, dict) or not isinstance(value.get("answer"), str):
         raise _bad(reply, "it has neither `answer`, a string, nor `output`, a list")
@@ -162,6 +171,16 @@ def _read(reply: Reply, model: str, *, extended: bool) -> dict[str, Any]:
     reason = str(error) if extended and error is not None else None
     text = str(error) if status == "failed" else None
     return response_of(value["answer"], model=model, status=status, error=text, reason=reason)
+
+
+def _is_response(value: Mapping[str, Any]) -> bool:
+    if value.get("object", "response") != "response" or value.get("status", "completed") not in _STATUSES:
+        return False
+    return all(
+        isinstance(item, dict)
+        and (isinstance(item.get("type"), str) or (isinstance(item.get("role"), str) and "content" in item))
+        for item in value["output"]
+    )
 
 
 def _bad(reply: Reply, why: str) -> PeerError:

@@ -178,13 +178,15 @@ class Gate:
         if self.keys is not None and not _carries(request, self.keys.own):
             return self._refuse(request, 401, "the key is not the one that was given to this program")
         assert self._client is not None
-        headers = self._headers(request)
+        headers, body = self._headers(request), _Body(request)
+        if body.too_large:
+            return self._refuse(request, 413, body.why)
         try:
             async with self._client.request(
                 request.method,
                 URL(self._origin + request.raw_path, encoded=True),
                 headers=headers,
-                data=_bounded(request.content) if request.body_exists else None,
+                data=body.pieces() if request.body_exists else None,
                 allow_redirects=False,
                 skip_auto_headers=("User-Agent", "Accept", "Accept-Encoding", "Content-Type"),
             ) as answer:
@@ -206,6 +208,8 @@ class Gate:
                         self.heard = heard
                 return reply
         except aiohttp.ClientError as error:
+            if body.too_large:  # the program's doing, and no trouble of the model server
+                return self._refuse(request, 413, body.why)
             self._judge(request, 502, str(error))
             return web.json_response(
                 {"error": {"kind": "model_unavailable", "message": f"the model server: {error}", "retryable": True}},
@@ -233,8 +237,9 @@ class Gate:
         self.refused += 1
         if self.refused == 1:  # the others are counted
             log.warning("a sandbox asked for %s %.200s: refused, %s", request.method, request.raw_path, why)
-        message = f"this program reaches its model only: {why}"
-        body = {"error": {"kind": "forbidden", "message": message, "retryable": False}}
+        kind = "bad_request" if status == 413 else "forbidden"
+        message = f"this program reaches its model only, within bounds: {why}"
+        body = {"error": {"kind": kind, "message": message, "retryable": False}}
         return web.json_response(body, status=status)
 
     def _refusal(self, request: web.BaseRequest) -> str | None:
@@ -314,13 +319,23 @@ def _leaves(path: str) -> bool:
     return False
 
 
-async def _bounded(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    total = 0
-    async for chunk in content.iter_any():
-        total += len(chunk)
-        if total > MAX_BODY_BYTES:
-            raise aiohttp.ClientPayloadError(f"a request of more than {MAX_BODY_BYTES} bytes")
-        yield chunk
+class _Body:
+    """The body of one request on its way out. `too_large`: it has, or says that it has, more than may pass."""
+
+    def __init__(self, request: web.BaseRequest) -> None:
+        self._content = request.content
+        self.too_large = (request.content_length or 0) > MAX_BODY_BYTES
+        self.why = f"a body of more than {MAX_BODY_BYTES} bytes"
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """The body, as far as it may pass."""
+        total = 0
+        async for chunk in self._content.iter_any():
+            total += len(chunk)
+            if total > MAX_BODY_BYTES:
+                self.too_large = True
+                raise aiohttp.ClientPayloadError(self.why)
+            yield chunk
 
 
 class _Refuse(asyncio.Protocol):

@@ -103,6 +103,20 @@ async def test_the_answer_can_be_a_file_or_the_models_last_words(tmp_path: Path,
         await house.close()
 
 
+@pytest.mark.parametrize("kind", ["bubblewrap", "directory"])
+async def test_the_key_of_its_gate_stands_in_no_message_and_no_record(
+    kind: str, tmp_path: Path, client: Client
+) -> None:
+    program = (
+        "key = os.environ['OPENAI_API_KEY']; ask('x'); print(key); print('key', key, file=sys.stderr); sys.exit(3)"
+    )
+    async with workshop(command(tmp_path, program), tmp_path, client, kind=kind) as house:
+        reply, closed = await house.one()
+        told = reply.text + str(closed)
+        assert "key ***" in told
+        assert "tr-" not in told
+
+
 async def test_a_program_that_fails_is_a_failed_response_or_a_failure_as_configured(
     tmp_path: Path, client: Client
 ) -> None:

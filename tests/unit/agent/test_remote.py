@@ -127,6 +127,47 @@ async def test_a_response_object_passes_and_a_failed_answer_is_for_the_verifier(
         await house.close()
 
 
+NO_RESPONSES: list[dict[str, Any]] = [
+    {"output": [], "status": 42},
+    {"output": [], "status": "in_progress"},
+    {"output": ["text"]},
+    {"output": [{}]},
+    {"output": [], "object": "chat.completion"},
+]
+
+
+@pytest.mark.parametrize("answer", NO_RESPONSES, ids=str)
+async def test_what_only_looks_like_a_response_object_is_no_answer(
+    answer: dict[str, Any], tmp_path: Path, client: Client
+) -> None:
+    async def solve(body: dict[str, Any]) -> Any:
+        return answer
+
+    async with stranger(solve) as (url, _), workshop(RemoteAgent(client=client, url=url), tmp_path, client) as house:
+        reply, _ = await house.one()
+        assert (reply.status, reply.json()["error"]["kind"]) == (502, "bad_reply")
+        assert "`output`" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("way", ["answer", "status", "no json", "failed"])
+async def test_a_key_that_an_agent_says_back_goes_no_further(way: str, tmp_path: Path, client: Client) -> None:
+    keys: list[str] = []
+
+    async def solve(body: dict[str, Any]) -> Any:
+        key = body["api_key"]
+        keys.append(key)
+        if way == "status":
+            return web.json_response({"detail": f"bad key {key}"}, status=400)
+        if way == "no json":
+            return web.Response(text=f"<b>{key}</b>")
+        return {"answer": key, "status": "failed" if way == "failed" else "completed", "error": key}
+
+    async with stranger(solve) as (url, _), workshop(RemoteAgent(client=client, url=url), tmp_path, client) as house:
+        reply, closed = await house.one()
+        assert keys[0][:12] not in reply.text + str(closed)
+        assert "[the gate's key]" in reply.text
+
+
 async def test_a_reply_over_the_limit_is_not_read(tmp_path: Path, client: Client) -> None:
     async def solve(body: dict[str, Any]) -> Any:
         return {"answer": "x" * 100_000}

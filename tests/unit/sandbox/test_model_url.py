@@ -15,6 +15,7 @@ from tests.unit.sandbox.conftest import Make
 from tests.unit.sandbox.docker_engine import running_engine
 
 from toprope.errors.tree import ConfigError, Forbidden
+from toprope.sandbox import gate as module
 from toprope.sandbox.bubblewrap import Bubblewrap
 from toprope.sandbox.docker import Docker
 from toprope.sandbox.gate import Gate, GateKeys, inside_url
@@ -191,6 +192,26 @@ async def test_a_crowd_of_connections_is_turned_away(model: Model, tmp_path: Pat
     await asyncio.wait(ended)
     for _, writer in crowd:
         writer.close()
+
+
+@pytest.mark.promise("EP-14")
+@pytest.mark.parametrize("way", ["said before", "chunked"])
+async def test_a_body_over_the_bound_is_refused_and_is_no_trouble_of_the_model(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(module, "MAX_BODY_BYTES", 1000)
+    head = f"POST {PREFIX}/chat/completions HTTP/1.1\r\nHost: localhost:8642\r\nConnection: close\r\n"
+    for size, status in ((1000, b"200"), (1001, b"413")):
+        text = "x" * size
+        body = f"Content-Length: {size}\r\n\r\n{text}"
+        if way == "chunked":
+            body = f"Transfer-Encoding: chunked\r\n\r\n{size:x}\r\n{text}\r\n0\r\n\r\n"
+        async with Gate(f"{model.url}{PREFIX}", tmp_path / f"socket-{size}") as gate:
+            assert gate.path is not None
+            reply = await exchange(gate.path, (head + body).encode())
+            assert reply.startswith(b"HTTP/1.1 " + status), reply
+            assert (gate.trouble, gate.refused) == (None, int(status == b"413"))
+    assert [len(body) for _, _, _, body in model.seen] == [1000], "what is too long does not arrive"
 
 
 async def ask_gate(gate: Gate, path: str, **headers: str) -> tuple[int, Any]:
