@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import toprope
-from toprope.catalog.python_code.environment import PythonCode, extract_code, same
+from toprope.catalog.python_code.environment import Case, PythonCode, extract_code, judge, same
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import ConfigError, TopropeError
 from toprope.sandbox.bubblewrap import Bubblewrap
@@ -143,6 +143,50 @@ async def test_hostile_code_earns_nothing(box: Sandbox, what: str) -> None:
     hasty = PythonCode(cpu_s=1, wall_s=1.5, total_wall_s=20)
     found = await outcomes(hasty, box, HOSTILE[what], TWO)
     assert found.count("passed") == 0, found
+
+
+async def test_code_that_stops_the_driver_earns_nothing_within_the_bound_that_the_environment_declares(
+    tmp_path: Path,
+) -> None:
+    if shutil.which("bwrap") is None:
+        pytest.skip("the program bwrap is not installed")
+    hasty = PythonCode(cpu_s=1, wall_s=1.0, total_wall_s=3.0)
+    sandbox = await SandboxDesk(Bubblewrap(tmp_path / "leases")).make(hasty.sandbox, lease_s=60)
+    stop = "import os, signal\ndef double(n):\n    os.kill(os.getppid(), signal.SIGSTOP)\n    return 2 * n\n"
+    try:
+        found = await hasty.verify(sandbox, TWO, answer(stop))
+    finally:
+        await sandbox.stop()
+    assert (found.reward, hasty.verify_bound_s) == (0.0, 3.0)
+    assert found.extra["outcomes"] == ["all tests together used too much (wall_time)"] * 2
+
+
+TWICE = b"""
+import json, sys
+json.load(sys.stdin)
+print(json.dumps({"ready": True}))
+for value in (2, 999):
+    print(json.dumps({"index": 0, "value": value}))
+for value in (999, 4):
+    print(json.dumps({"index": 1, "value": value}))
+"""
+
+
+async def test_the_first_word_on_a_test_counts_and_no_later_one_mends_or_spoils_it(
+    environment: PythonCode, box: Sandbox
+) -> None:
+    environment._driver = TWICE  # as code would that writes over the driver's shoulder
+    assert await outcomes(environment, box, RIGHT, TWO) == ["passed", "wrong"]
+
+
+def test_only_the_exception_that_is_asked_for_passes_and_nothing_else_does() -> None:
+    asked = Case(args=[], raises="ValueError")
+    assert judge(asked, {"raised": "ValueError"}) == "passed"
+    assert judge(asked, {"raised": "KeyError"}) == "raised KeyError"
+    assert judge(asked, {"value": None}) == "wrong"
+    assert judge(asked, {"failed": "ValueError"}) == "ValueError"
+    assert judge(Case(args=[], returns=None), {"raised": "ValueError"}) == "raised ValueError"
+    assert judge(asked, {}) == "it ended without returning"
 
 
 async def test_a_test_that_never_ends_costs_that_test_only(environment: PythonCode, box: Sandbox) -> None:

@@ -85,6 +85,27 @@ async def test_nothing_starts_where_a_required_limit_is_not_held(tmp_path: Path)
         await world.start()
 
 
+@pytest.mark.parametrize(("verify_s", "refused"), [(60, True), (61, False)])
+async def test_a_verify_that_may_take_longer_than_its_time_is_refused(
+    tmp_path: Path, verify_s: float, refused: bool
+) -> None:
+    code = {"role": "resources", "use": "python_code", "sandbox": "box", "config": {"total_wall_s": 60}}
+    episode = {"role": "environment", "resources": "code", "agent": "solver", "verify_timeout_s": verify_s}
+    solver = {"role": "agent", "use": "tool_loop", "model": "policy"}
+    servers = {"policy": POLICY, "code": code, "solver": solver, "episode": episode}
+    box = {"kind": "directory", "leases": "leases"}
+    configuration = read(tmp_path, {"sandboxes": {"box": box}, "servers": servers})
+    world = World(configuration, build_parts(configuration, Client()), Client(), workspace=None, capture=False)
+    try:
+        if refused:
+            with pytest.raises(ConfigError, match=r"episode\.verify_timeout_s: 60 given.*60 s"):
+                await world.start()
+        else:
+            await world.start()
+    finally:
+        await world.stop()
+
+
 async def test_a_model_server_listens_if_an_agent_starts_programs(tmp_path: Path) -> None:
     servers = {"policy": POLICY, "other": POLICY, "solver": COMMAND}
     configuration = read(tmp_path, {"servers": servers})

@@ -49,10 +49,11 @@ class Case(msgspec.Struct, frozen=True, omit_defaults=True):
 class PythonCode(Environment):
     """`PythonCode(cpu_s=2, wall_s=5, memory_mb=256)`: limits of each test. Its server needs `sandbox`.
 
-    `total_wall_s` bounds all tests of an answer together. `partial_credit: false` gives 1 for all tests and else 0.
-    `parallel`: answers that are tested at once. `create_params`: further fields of the request. `file`: a JSONL file of
-    problems in place of ours (`name`, `signature`, `statement`, `tests`). A provider of kind `directory` holds back
-    nothing and is refused, unless `unconfined: true` says that the code is trusted.
+    `total_wall_s` bounds all tests of an answer together; `verify_timeout_s` of its environment server must be longer.
+    `partial_credit: false` gives 1 for all tests and else 0. `parallel`: answers that are tested at once.
+    `create_params`: further fields of the request. `file`: a JSONL file of problems in place of ours (`name`,
+    `signature`, `statement`, `tests`). A provider of kind `directory` holds back nothing and is refused, unless
+    `unconfined: true` says that the code is trusted.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class PythonCode(Environment):
             file_bytes=16 * MIB,
         )
         self.sandbox = SandboxSpec(limits=limits, network="none", hidden=(_own_source(),))
+        self.verify_bound_s = total_wall_s
         self._each = {"cpu_s": cpu_s, "wall_s": wall_s, "memory_bytes": memory_mb * MIB, "result_bytes": _RESULT_BYTES}
         self._room = asyncio.Semaphore(parallel)
         self._driver = files("toprope.catalog.python_code").joinpath("driver.py").read_bytes()

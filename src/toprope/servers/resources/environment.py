@@ -60,6 +60,10 @@ class Environment:
     """Whether equal sessions get equal replies: the same calls the same results, the same state and response the same
     reward. The conformance suite holds an environment to it; one that asks a model, or the world, says False."""
 
+    verify_bound_s: float | None = None
+    """Seconds within which `verify` ends itself, with a verdict: a bound of its own for what hostile answers can do.
+    An environment server that gives it less time is refused: the answer would be an infrastructure's failure then."""
+
     sandbox: SandboxSpec | None = None
     """The sandbox that each session gets: made before `seed`, which is given it; stopped after `release`."""
 
