@@ -92,6 +92,29 @@ def test_version_2_counts_and_kills(tmp_path: Path) -> None:
         cgroups.remove(root)
 
 
+def test_version_2_is_told_the_limits_and_asked_what_they_stopped(tmp_path: Path) -> None:
+    """On a tree of plain files that look like version 2: what is written and read, wherever these tests run."""
+    group = cgroups.Group(cgroups.Place(2, tmp_path, tmp_path, tmp_path), "toprope-x")
+    own = tmp_path / "toprope-x"
+    own.mkdir()
+    (own / "memory.swap.max").write_text("max")
+    group.make(Limits(memory_bytes=64 * MIB, processes=4))
+    assert (own / "memory.max").read_text() == str(64 * MIB)
+    assert (own / "memory.swap.max").read_text() == "0", "what does not fit must not go to the disk instead"
+    assert (own / "pids.max").read_text() == str(4 + cgroups.OVERHEAD_PROCESSES)
+    (own / "memory.events").write_text("low 0\noom 9\noom_kill 3\n")
+    (own / "pids.events").write_text("max 5\n")
+    assert (group.oom_kills(), group.refused_forks()) == (3, 5)
+    run = group.run()
+    assert run.joins == (run.groups[0] / "cgroup.procs",)
+    assert run.groups[0].parent == own, "counted with the sandbox, and by itself"
+    (run.groups[0] / "cpu.stat").write_text("usage_usec 2500000\nuser_usec 1\n")
+    assert run.cpu_s() == 2.5
+    (run.groups[0] / "cgroup.kill").write_text("")
+    run.kill()
+    assert (run.groups[0] / "cgroup.kill").read_text() == "1"
+
+
 def test_a_host_without_usable_groups_says_why(tmp_path: Path) -> None:
     assert cgroups.find("", "0::/\n") == "no control groups are mounted"
     (tmp_path / "cgroup.subtree_control").write_text("cpu")
