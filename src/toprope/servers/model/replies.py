@@ -30,8 +30,15 @@ def response_id(call: ModelCall) -> str:
 
 
 def finished(call: ModelCall, made: EngineReply) -> EngineReply:
-    """The engine's reply as it is recorded and rendered: every item with id and status, none with token arrays."""
-    return replace(made, output=with_item_ids(made.output, call.reply_id))
+    """The engine's reply as it is recorded and rendered: every item with id and status, none with token arrays.
+
+    Items of a streamed call are named by us whatever the engine calls them: deltas left under those names before the
+    engine had said its own.
+    """
+    output = made.output
+    if call.stream:
+        output = tuple({name: value for name, value in item.items() if name != "id"} for item in output)
+    return replace(made, output=with_item_ids(output, call.reply_id))
 
 
 def pivot_reply(call: ModelCall, made: EngineReply) -> PivotReply:

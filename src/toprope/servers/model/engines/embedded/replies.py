@@ -1,6 +1,7 @@
 """Turns generated text into Responses items: messages, and calls where the model wrote one.
 
-The arguments of a call are the very text that was generated. What does not parse stays text: nothing is repaired.
+The arguments of a call are the very text that was generated. What does not parse stays text: nothing is repaired. Left
+to others: the ids of items, which the model server gives, the same to a stream and to the record.
 """
 
 from __future__ import annotations
@@ -96,7 +97,6 @@ def _expect(text: str, at: int, mark: str) -> int:
 def _message(text: str, complete: bool) -> Item:
     return {
         "type": "message",
-        "id": f"msg_{uuid4().hex}",
         "role": "assistant",
         "status": "completed" if complete else "incomplete",
         "content": [{"type": "output_text", "text": text, "annotations": []}],
@@ -106,7 +106,6 @@ def _message(text: str, complete: bool) -> Item:
 def _function_call(name: str, arguments: str, call_id: str) -> Item:
     return {
         "type": "function_call",
-        "id": f"fc_{uuid4().hex}",
         "call_id": call_id,
         "name": name,
         "arguments": arguments,
