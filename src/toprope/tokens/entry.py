@@ -7,7 +7,7 @@ rollout's records `lifecycle`'s. Imports numpy and nothing heavier, so that an i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -53,7 +53,8 @@ class TokenEntry:
 
     Raises `BadRecord` for: lengths of ids and logprobs that differ, a logprob that is NaN, infinite, positive beyond
     rounding or the engine's placeholder, an id outside [0, 2**32), an empty whole prompt, a `token_item_index` outside
-    `output_items`, ids without logprobs or the reverse, a newer `schema_version`.
+    `output_items`, an item other than that one that carries ids of its own, ids without logprobs or the reverse, a call
+    id or key that is no Unicode, a time that is no number, a newer `schema_version`.
     """
 
     rollout_id: str
@@ -115,6 +116,12 @@ class TokenEntry:
             raise BadRecord(
                 "length_mismatch", f"token_item_index {index} outside {len(self.output_items)} output items"
             )
+        _check_carriers(self.output_items, index)
+        if not math.isfinite(self.created_at):
+            raise BadRecord("write_failed", f"created_at is {self.created_at}")
+        for name, value in (("rollout_id", self.rollout_id), ("model_call_id", self.model_call_id)):
+            if not is_text(value):
+                raise BadRecord("write_failed", f"{name} is {_shown(value)}, which is no Unicode text")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TokenEntry):
@@ -166,6 +173,34 @@ class TokenEntry:
         return cls(**values, extra={k: v for k, v in dump.items() if k not in known})
 
 
+_CARRIED = frozenset({"prompt_token_ids", "generation_token_ids", "generation_log_probs"})
+
+
+def _check_carriers(items: Sequence[Mapping[str, Any]], index: int | None) -> None:
+    """Raise `BadRecord` if ids stand in items in a way that leaves open which generation the call's own is.
+
+    One item alone may carry them, the last, with all three lists. Lists that are all empty are a client's defaults.
+    """
+    carriers = [at for at, item in enumerate(items) if not _CARRIED.isdisjoint(item) and _carries(item)]
+    if len(carriers) > 1:
+        raise BadRecord("length_mismatch", f"{len(carriers)} output items carry token ids ({carriers}); one may")
+    for at in carriers:
+        if index is not None and at != index:
+            raise BadRecord("length_mismatch", f"output_items[{at}] carries token ids, token_item_index is {index}")
+        missing = sorted(name for name in _CARRIED if items[at].get(name) is None)
+        if missing:
+            raise BadRecord("no_token_ids", f"half a bundle in output_items[{at}]: {', '.join(missing)} missing")
+
+
+def _carries(item: Mapping[str, Any]) -> bool:
+    return any(item.get(name) is not None and len(item[name]) > 0 for name in _CARRIED)
+
+
+def is_text(value: str) -> bool:
+    """Whether a string is Unicode that can be written: half a surrogate pair cannot."""
+    return value.isascii() or not any("\ud800" <= each <= "\udfff" for each in value)
+
+
 _TYPES: Mapping[str, tuple[type | tuple[type, ...], str]] = {
     "rollout_id": (str, "a string"),
     "model_call_id": (str, "a string"),
@@ -201,6 +236,11 @@ def _check_types(values: Mapping[str, Any]) -> None:
         value = values.get(name)
         if value is not None and not (isinstance(value, kind) and (kind is bool or type(value) is not bool)):
             raise BadRecord("write_failed", f"{name} is {_shown(value)}, expected {accepted}")
+    forced = values.get("grammar_forced")
+    if forced is not None and not (
+        isinstance(forced, list | tuple | np.ndarray) and {bool, np.bool_}.issuperset(map(type, forced))
+    ):
+        raise BadRecord("write_failed", f"grammar_forced is {_shown(forced)}, expected a list of true and false")
     decision = values.get("parent_decision") or "unresolved"
     if decision not in ("root", "resolved", "unresolved"):
         raise BadRecord("write_failed", f"parent_decision is {_shown(decision)}, expected root, resolved or unresolved")
@@ -230,7 +270,7 @@ def as_ids(values: Sequence[int] | NDArray[Any], name: str) -> NDArray[np.uint32
         return _frozen(array)
     if array.ndim == 1 and array.size == 0:
         return _frozen(np.zeros(0, dtype=np.uint32))
-    if array.ndim != 1 or array.dtype.kind not in "iu":
+    if array.ndim != 1 or array.dtype.kind not in "iu" or (array.min() <= 1 and _odd_kinds(values)):
         raise BadRecord("no_token_ids", f"{name}: expected a flat list of integers")
     bad = (array < 0) | (array >= 2**32)
     if bad.any():
@@ -241,6 +281,8 @@ def as_ids(values: Sequence[int] | NDArray[Any], name: str) -> NDArray[np.uint32
 
 def as_log_probs(values: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
     """`values` as a read-only (N,) float64 array. Raises `BadRecord` naming the first that is no logprob."""
+    if odd := _odd_kinds(values):
+        raise BadRecord("bad_logprob", f"generation_log_probs: expected a flat list of numbers, not of {odd}")
     try:
         array = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError, OverflowError) as error:
@@ -255,6 +297,17 @@ def as_log_probs(values: Sequence[float] | NDArray[Any]) -> NDArray[np.float64]:
         what = "non-finite logprob" if not math.isfinite(array[where]) else f"logprob {array[where]}"
         raise BadRecord("bad_logprob", f"{what} at {where}")
     return _frozen(array)
+
+
+def _odd_kinds(values: Any) -> str:
+    """The kinds of values that numpy takes for numbers and no engine does: truth values and texts."""
+    if isinstance(values, np.ndarray) and values.dtype != np.object_:
+        kinds = {values.dtype.type}
+    elif isinstance(values, Iterable):
+        kinds = set(map(type, values))
+    else:
+        return ""
+    return ", ".join(sorted(kind.__name__ for kind in kinds if issubclass(kind, str | bytes | bool | np.bool_)))
 
 
 def _frozen(array: NDArray[Any]) -> NDArray[Any]:

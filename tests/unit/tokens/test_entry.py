@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from toprope.tokens.entry import BadRecord, TokenEntry
@@ -49,7 +51,20 @@ def test_a_good_record_reads_and_nulls_are_fields_left_out() -> None:
         ("generation_log_probs", [[-0.5]], "bad_logprob", "flat list"),
         ("generation_log_probs", [[-0.5], []], "bad_logprob", "generation_log_probs"),
         ("generation_log_probs", [None], "bad_logprob", "logprob"),
+        ("prompt_token_ids", [True, 5], "no_token_ids", "flat list"),
+        ("generation_token_ids", [False], "no_token_ids", "flat list"),
         ("generation_log_probs", ["low"], "bad_logprob", "generation_log_probs"),
+        ("generation_log_probs", ["-0.5"], "bad_logprob", "not of str"),
+        ("generation_log_probs", [b"-0.5"], "bad_logprob", "not of bytes"),
+        ("generation_log_probs", [False], "bad_logprob", "not of bool"),
+        ("generation_log_probs", np.array(["-0.5"]), "bad_logprob", "not of str"),
+        ("generation_log_probs", np.array(["-0.5"], dtype=object), "bad_logprob", "not of str"),
+        ("generation_log_probs", "-", "bad_logprob", "not of str"),
+        ("grammar_forced", ["no"], "write_failed", "grammar_forced is ['no'], expected a list of true and false"),
+        ("grammar_forced", [0], "write_failed", "grammar_forced is [0]"),
+        ("created_at", float("nan"), "write_failed", "created_at is nan"),
+        ("model_call_id", "c\ud800", "write_failed", "model_call_id is 'c\\ud800', which is no Unicode text"),
+        ("rollout_id", "\udfff", "write_failed", "no Unicode text"),
         ("generation_log_probs", [10**400], "bad_logprob", "generation_log_probs"),
         ("output_items", ["text"], "write_failed", "output_items[0] is 'text', expected an object"),
         ("output_items", "text", "write_failed", "output_items is 'text', expected a list"),
@@ -77,3 +92,40 @@ def test_a_field_that_is_not_of_its_kind_is_named(field: str, value: Any, reason
         TokenEntry.from_dump({**GOOD, field: value})
     assert refused.value.reason == reason
     assert said in str(refused.value)
+
+
+TRIPLE = {"prompt_token_ids": [1], "generation_token_ids": [9], "generation_log_probs": [-1.0]}
+SAID = {"type": "message", "role": "assistant", "content": "a"}
+EMPTY: dict[str, Any] = {name: [] for name in TRIPLE}
+
+
+@pytest.mark.parametrize(
+    ("items", "index", "reason", "said"),
+    [
+        ([SAID | TRIPLE, SAID], 1, "length_mismatch", "output_items[0] carries token ids, token_item_index is 1"),
+        ([SAID | TRIPLE, SAID | TRIPLE], 1, "length_mismatch", "2 output items carry token ids ([0, 1]); one may"),
+        ([SAID | TRIPLE, SAID | TRIPLE], None, "length_mismatch", "2 output items carry token ids"),
+        ([SAID, SAID | {"generation_token_ids": [9]}], 1, "no_token_ids", "half a bundle in output_items[1]"),
+        ([SAID | {**TRIPLE, "generation_log_probs": None}], 0, "no_token_ids", "generation_log_probs missing"),
+    ],
+)
+def test_more_than_one_carrier_and_half_a_bundle_are_refused(
+    items: list[dict[str, Any]], index: int | None, reason: str, said: str
+) -> None:
+    """Which generation is the call's own must not be open, whether a record is built here or comes from elsewhere."""
+    good = TokenEntry.from_dump({**GOOD, "output_items": [SAID], "token_item_index": 0})
+    for make in (
+        lambda: TokenEntry.from_dump({**GOOD, "output_items": items, "token_item_index": index}),
+        lambda: replace(good, output_items=tuple(items), token_item_index=index),
+    ):
+        with pytest.raises(BadRecord) as refused:
+            make()
+        assert refused.value.reason == reason
+        assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("items", "index"), [([SAID, SAID | TRIPLE], 1), ([SAID | TRIPLE], None), ([SAID | EMPTY, SAID | TRIPLE], 1)]
+)
+def test_one_carrier_and_a_clients_empty_lists_are_read(items: list[dict[str, Any]], index: int | None) -> None:
+    assert TokenEntry.from_dump({**GOOD, "output_items": items, "token_item_index": index}).output_items == tuple(items)

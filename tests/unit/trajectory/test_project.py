@@ -45,7 +45,7 @@ def test_a_trainer_reads_the_trace_from_the_items() -> None:
 
 def test_the_last_item_of_a_call_carries_and_the_others_do_not() -> None:
     items = (
-        {"type": "reasoning", "content": "t", "prompt_token_ids": [9]},
+        {"type": "reasoning", "content": "t", "routed_experts": [9]},
         {"role": "assistant", "content": "x"},
         {"type": "function_call_output", "call_id": "c", "output": "not the model's"},
     )
@@ -65,7 +65,7 @@ def test_the_last_item_of_a_call_carries_and_the_others_do_not() -> None:
             "grammar_forced": [0, 1],
         },
     ]
-    assert "prompt_token_ids" in items[0], "the record itself is left as it was"
+    assert "routed_experts" in items[0], "the record itself is left as it was"
 
 
 def test_a_generation_without_any_item_still_has_a_carrier() -> None:
