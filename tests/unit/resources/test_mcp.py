@@ -26,6 +26,11 @@ META = {
 }
 
 
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
 class Slow(Environment):
     """A tool that never ends by itself, and a seed that counts what it gave and got back."""
 
@@ -56,6 +61,17 @@ class Slow(Environment):
     @tool
     def odd(self, state: Any) -> dict[str, Any]:
         return {"text": "\ud800", "n": 2**70}
+
+    @tool
+    def broken(self, state: Any, how: str) -> Any:
+        if how == "raises":
+            raise Wordless("a word of its own that is \ud800")
+        if how == "exits":
+            raise SystemExit(3)
+        cycle: list[Any] = []
+        cycle.append(cycle)
+        returned = {"object": object(), "nan": {"a": float("nan")}, "cycle": cycle, "text": "a\ud800b"}
+        return returned[how]
 
     def verify(self, state: Any, task: dict[str, Any], response: dict[str, Any]) -> float:
         return 1.0
@@ -117,6 +133,38 @@ async def test_a_client_that_leaves_ends_its_tool_and_the_session_can_be_closed(
     assert len(home.server.sessions) == 0
 
 
+@pytest.mark.promise("EP-19")
+@pytest.mark.parametrize(
+    ("how", "why"),
+    [
+        ("object", "it returned a object that JSON cannot carry"),
+        ("nan", "$.a is nan"),
+        ("cycle", "RecursionError"),
+        ("raises", "Wordless (its text cannot be had: RuntimeError)"),
+        ("exits", "SystemExit: 3"),
+    ],
+)
+async def test_the_root_cause_of_a_broken_tool_is_told_over_mcp_as_over_http(
+    home: Home, caplog: pytest.LogCaptureFixture, how: str, why: str
+) -> None:
+    named = {"x-toprope-session": "s1"}
+    await home.seed()
+    error = (await home.rpc("tools/call", named, name="broken", arguments={"how": how})).json()["error"]
+    assert "tool broken" in error["message"]
+    assert why in error["message"]
+    assert (error["data"]["kind"], error["data"]["retryable"]) == (Kind.TOOL_UNAVAILABLE, True)
+    plain = await home.peer.request("POST", "/broken", body={"how": how}, headers=named)
+    assert plain.status == 500
+    assert plain.json()["error"] == error["data"]
+    assert "Traceback" not in caplog.text
+
+
+async def test_a_text_that_no_json_of_the_sdk_carries_is_told_with_a_mark_in_its_place(home: Home) -> None:
+    await home.seed()
+    reply = await home.rpc("tools/call", {"x-toprope-session": "s1"}, name="broken", arguments={"how": "text"})
+    assert reply.json()["result"]["content"][0]["text"] == "a?b"
+
+
 async def test_a_close_waits_for_no_tool_that_a_stopping_server_cut_off(home: Home) -> None:
     headers = {"x-toprope-tools": (await home.seed()).headers["x-toprope-tools"]}
     running = asyncio.create_task(home.rpc("tools/call", headers, name="hang", arguments={}))
@@ -138,7 +186,7 @@ async def test_sessions_are_named_as_on_every_route(home: Home) -> None:
     ):
         body = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
         reply = await home.peer.request("POST", "/mcp", body=body, headers={**ACCEPT, **headers}, cookies=cookies)
-        assert [entry["name"] for entry in reply.json()["result"]["tools"]] == ["hang", "odd"]
+        assert [entry["name"] for entry in reply.json()["result"]["tools"]] == ["broken", "hang", "odd"]
     unnamed = await home.rpc("tools/list", {})
     assert (unnamed.status, unnamed.error_info().kind) == (422, Kind.BAD_REQUEST)
     lost = await home.rpc("tools/list", {"x-toprope-session": "other"})

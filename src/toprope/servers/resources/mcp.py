@@ -124,11 +124,10 @@ class McpDoor:
                 raise MCPError(INVALID_PARAMS, f"no tool named {params.name!r} in this session; available: {available}")
             text = await self._run(spec, request, json.dumps(params.arguments or {}))
         except ToolError as error:
-            return CallToolResult(content=[TextContent(text=error.message)], is_error=True)
+            return CallToolResult(content=[TextContent(text=_carried(error.message))], is_error=True)
         except TopropeError as error:
             raise _as_rpc(error) from error
-        said = text if isinstance(text, str) else text.decode("utf-8")
-        return CallToolResult(content=[TextContent(text=said)])
+        return CallToolResult(content=[TextContent(text=_carried(text))])
 
 
 def _request_of(ctx: ServerRequestContext[Any]) -> Request:
@@ -139,7 +138,15 @@ def _request_of(ctx: ServerRequestContext[Any]) -> Request:
 
 def _as_rpc(error: TopropeError) -> MCPError:
     """Trouble that is no word of a tool: an internal error of JSON-RPC with the typed error as its data."""
-    return MCPError(INTERNAL_ERROR, error.message, error_body(error)["error"])
+    body = error_body(error)["error"]
+    body["message"] = _carried(body["message"])
+    return MCPError(INTERNAL_ERROR, body["message"], body)
+
+
+def _carried(text: str | bytes) -> str:
+    """`text` as the SDK can write it: it takes no lone surrogates, and would tell nobody why."""
+    known = text.encode("utf-8", "replace") if isinstance(text, str) else text
+    return known.decode("utf-8", "replace")
 
 
 class _Exchange:

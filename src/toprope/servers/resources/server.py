@@ -138,9 +138,7 @@ class ResourcesServer:
             raise ConfigError(f"{self.name}: {MCP_MISSING}")
         from toprope.servers.resources.mcp import McpDoor  # the SDK takes most of a second to import
 
-        return McpDoor(
-            name=self.name, tools_of=self._tools_of, run=self._run_for_mcp, max_body_bytes=limits.max_body_bytes
-        )
+        return McpDoor(name=self.name, tools_of=self._tools_of, run=self._run, max_body_bytes=limits.max_body_bytes)
 
     async def _start(self) -> None:
         if self._mcp is not None:
@@ -273,10 +271,15 @@ class ResourcesServer:
             body = error_body(error)
             body["error"]["type"] = TOOL_ERROR_TYPE
             return json_reply(body, error.status)
-        return text_reply(value) if isinstance(value, str) else json_reply(value)
+        if isinstance(value, str):
+            return text_reply(value)
+        return Reply(200, value, {"content-type": "application/json"})
 
-    async def _run(self, spec: ToolSpec, request: Request, arguments: bytes) -> Any:
-        """What the tool returns. Raises `ToolError` for what is the model's to read, other errors for trouble."""
+    async def _run(self, spec: ToolSpec, request: Request, arguments: bytes) -> bytes | str:
+        """What the tool returns: a text as it is, everything else as JSON.
+
+        Raises `ToolError` for what is the model's to read, other errors for trouble.
+        """
         function = getattr(self.environment, spec.attribute)
         async with AsyncExitStack() as stack:
             held = await self._enter(stack, request, alone=self.environment.serial_tools)
@@ -284,11 +287,19 @@ class ResourcesServer:
                 available = ", ".join(sorted(held.tools)) or "none"
                 raise ToolError(f"no tool named {spec.name!r} in this session; available: {available}", status=404)
             given = spec.read(arguments)
-            return await self._author(f"tool {spec.name}", Kind.TOOL_UNAVAILABLE, function, held.state, **given)
-
-    async def _run_for_mcp(self, spec: ToolSpec, request: Request, arguments: bytes) -> bytes | str:
-        value = await self._run(spec, request, arguments)
-        return value if isinstance(value, str) else encode(value)
+            value = await self._author(f"tool {spec.name}", Kind.TOOL_UNAVAILABLE, function, held.state, **given)
+        if isinstance(value, str):
+            return value
+        try:
+            return encode(value)
+        except Exception as error:  # no kind of JSON, a cycle, NaN: the author's, and told as what the tool raises is
+            raise TopropeError(
+                f"{self.name}: tool {spec.name}: it returned a {type(value).__name__} that JSON cannot carry: "
+                f"{said_by(error)}",
+                kind=Kind.TOOL_UNAVAILABLE,
+                status=500,
+                retryable=True,
+            ) from error
 
     def _tools_of(self, request: Request) -> Mapping[str, ToolSpec]:
         """The tools that the request's session may call. Raises what is wrong with the session."""
