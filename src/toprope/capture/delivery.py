@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NotRequired, Protocol, TypeAlias, TypedDict, runtime_checkable
 
+import numpy as np
+
 from toprope.capture.bounds import is_callers, within
 from toprope.capture.protocols import TokenSource
 from toprope.correlation.ids import capture_key
@@ -87,19 +89,22 @@ async def finalize_rollout_token_capture(
     source that does not answer within `timeout_s` seconds masks the row (`source_failed`) and its evidence stays.
     `on_snapshot` is given what was frozen, for whoever needs it beside the row. Repeated before retirement it gives
     the same answer; after it, `already_delivered`. The row is not changed; never raises, but for the cancellation of
-    the caller.
+    the caller. A row that is no object is masked too (`no_identity`).
     """
-    response = row.get("response")
-    if "failure_kind" in row or (isinstance(response, Mapping) and _carries_tokens(row, response)):
-        return None
     started = time.perf_counter()
+    if not isinstance(row, Mapping):
+        return _without_capture({}, reasons.NO_IDENTITY, f"the row is no object but {type(row).__name__}")
+    key = "the row"
     try:
-        key = _key_of(row)
-    except ValueError as error:
-        return _without_capture(row, reasons.NO_IDENTITY, f"the row has no usable identity: {error}")
-    if not isinstance(response, Mapping):
-        return _without_capture(row, reasons.NO_RESPONSE, f"{key}: the row's response is no object")
-    try:
+        response = row.get("response")
+        if "failure_kind" in row or (isinstance(response, Mapping) and _carries_tokens(row, response)):
+            return None
+        try:
+            key = _key_of(row)
+        except ValueError as error:
+            return _without_capture(row, reasons.NO_IDENTITY, f"the row has no usable identity: {error}")
+        if not isinstance(response, Mapping):
+            return _without_capture(row, reasons.NO_RESPONSE, f"{key}: the row's response is no object")
         if settle_s > 0 and isinstance(source, SettlingSource):
             await within(timeout_s and settle_s + timeout_s, source.settle(key, settle_s), "settle")
         snapshot = _understood(await within(timeout_s, source.freeze(key), "freeze"), key)
@@ -130,13 +135,14 @@ async def retire_rollout_token_capture(
 
     `rollout_id` is the capture key, `built` what finalize returned (or `delivered_of(row)` after a restart). True: the
     payload is gone and receipts stay. False, and the evidence is kept: the build was masked or is None, something was
-    written since, or the source failed or did not answer within `timeout_s` seconds. Never raises.
+    written since, `built` is not of that form, or the source failed or did not answer within `timeout_s` seconds.
+    Never raises.
     """
-    if built is None or built.get("mask_sample", True):
+    metrics = built.get("metrics") if isinstance(built, Mapping) and built.get("mask_sample") is False else None
+    if not isinstance(metrics, Mapping):
         return False
-    metrics = built.get("metrics") or {}
     snapshot_id, version = metrics.get("snapshot_id"), metrics.get("version")
-    if not isinstance(snapshot_id, str) or not isinstance(version, int):
+    if not isinstance(snapshot_id, str) or type(version) is not int:
         return False
     return await _drop(rollout_id, source, snapshot_id, version, timeout_s)
 
@@ -150,6 +156,7 @@ async def retire_redundant_capture(
     """
     try:
         snapshot = await within(timeout_s, source.freeze(rollout_id), "freeze")
+        snapshot_id, version = snapshot.snapshot_id, snapshot.version
     except CaptureClosed:
         return True
     except (Exception, asyncio.CancelledError) as error:  # evidence that cannot be reached is kept, and listed
@@ -157,7 +164,7 @@ async def retire_redundant_capture(
             raise
         log.warning("capture of %s: not retired: %s: %s", rollout_id, type(error).__name__, error)
         return False
-    return await _drop(rollout_id, source, snapshot.snapshot_id, snapshot.version, timeout_s)
+    return await _drop(rollout_id, source, snapshot_id, version, timeout_s)
 
 
 def masked_for_its_source(row: Mapping[str, Any], error: str) -> Delivered:
@@ -255,9 +262,24 @@ class _Work:
 
 
 def _understood(snapshot: Any, key: str) -> TokenCaptureSnapshot:
-    """A source's snapshot as ours. A record that does not read makes it incomplete; it never costs the others."""
+    """A source's snapshot as ours. A record that does not read makes it incomplete; it never costs the others.
+
+    Raises `ValueError` for one that could not be dropped again, or does not say whether a call is missing.
+    """
     if snapshot.rollout_id != key:
         raise ValueError(f"the source answered for {snapshot.rollout_id!r}")
+    for name, kind, expected in (
+        ("snapshot_id", str, "a string"),
+        ("version", int, "an integer"),
+        ("incomplete", bool | int | np.bool_, "true or false"),
+    ):
+        value = getattr(snapshot, name)
+        if not isinstance(value, kind) or (name == "version" and isinstance(value, bool)):
+            raise ValueError(f"the source's snapshot has {name} {value!r}, expected {expected}")
+    told = getattr(snapshot, "reasons", None) or ()
+    told = (told,) if isinstance(told, str) else tuple(told)
+    if not all(isinstance(reason, str) for reason in told):
+        raise ValueError(f"the source's snapshot has reasons {told!r}, expected strings")
     entries: list[TokenEntry] = []
     lost: list[str] = []
     for entry in snapshot.entries:
@@ -273,7 +295,7 @@ def _understood(snapshot: Any, key: str) -> TokenCaptureSnapshot:
         incomplete=bool(snapshot.incomplete) or bool(lost),
         snapshot_id=snapshot.snapshot_id,
         version=snapshot.version,
-        reasons=(*getattr(snapshot, "reasons", ()), *lost),
+        reasons=(*told, *lost),
     )
 
 

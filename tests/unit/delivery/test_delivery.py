@@ -385,6 +385,95 @@ async def test_a_malformed_foreign_record_masks_with_its_own_reason_and_call(
     assert delivered["metrics"]["incomplete_reasons"][0].startswith(f"{reason}:{said}")
 
 
+@pytest.mark.promise("CP-11")
+@pytest.mark.parametrize("row", [None, 3, "row", [], [("_ng_rollout_id", "r")]])
+async def test_a_row_that_is_no_object_is_masked(row: Any) -> None:
+    delivered = await finalize(row, await a_store(linear()))
+    assert (delivered["mask_sample"], delivered["metrics"]["mask_reasons"]) == (True, ["no_identity"])
+    assert type(row).__name__ in delivered["error"]
+
+
+class Opaque:
+    def __bool__(self) -> bool:
+        raise ArithmeticError("neither true nor false")
+
+    __iter__ = __len__ = __bool__  # type: ignore[assignment]
+
+
+@pytest.mark.promise("CP-11")
+async def test_a_response_of_a_kind_never_seen_masks() -> None:
+    row = a_row()
+    row["response"]["output"] = [{**said("x"), "prompt_token_ids": [1], "generation_log_probs": [-1.0]}]
+    row["response"]["output"][0]["generation_token_ids"] = Opaque()
+    delivered = await finalize(row, await a_store(linear()))
+    assert delivered["metrics"]["mask_reasons"] == ["source_failed"]
+    assert "ArithmeticError" in delivered["error"]
+
+
+@pytest.mark.promise("CP-11")
+@pytest.mark.parametrize(
+    "built",
+    [
+        "x",
+        5,
+        [],
+        {},
+        {"mask_sample": False},
+        {"mask_sample": False, "metrics": 5},
+        {"mask_sample": False, "metrics": "x"},
+        {"mask_sample": False, "metrics": {"snapshot_id": 3, "version": 1}},
+        {"mask_sample": False, "metrics": {"snapshot_id": "s", "version": True}},
+    ],
+)
+async def test_what_is_no_delivery_retires_nothing_and_raises_nothing(built: Any) -> None:
+    source = Foreign(ForeignSnapshot("r", []))
+    assert await retire_rollout_token_capture("r", source, built) is False
+    assert source.dropped is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"snapshot_id": None}, "snapshot_id None, expected a string"),
+        ({"snapshot_id": 7}, "snapshot_id 7, expected a string"),
+        ({"version": "1"}, "version '1', expected an integer"),
+        ({"version": None}, "version None, expected an integer"),
+        ({"version": True}, "version True, expected an integer"),
+        ({"incomplete": "false"}, "incomplete 'false', expected true or false"),
+        ({"incomplete": None}, "incomplete None, expected true or false"),
+        ({"reasons": [None]}, "reasons (None,), expected strings"),
+    ],
+)
+async def test_a_snapshot_that_could_not_be_retired_or_read_is_masked_with_what_is_wrong(
+    change: dict[str, Any], said: str
+) -> None:
+    """Delivered, it would train and stay in its store for good, and nothing would say so."""
+    snapshot = ForeignSnapshot("r", [*linear()])
+    vars(snapshot).update(change)
+    delivered = await finalize(a_row(), Foreign(snapshot))
+    assert delivered["metrics"]["mask_reasons"] == ["source_failed"]
+    assert said in delivered["error"]
+
+
+@pytest.mark.parametrize(
+    ("told", "masked"), [("dangling_intent:c9", True), ("truncated:context", False), (None, False)]
+)
+async def test_reasons_given_as_one_text_are_one_reason(told: Any, masked: bool) -> None:
+    snapshot = ForeignSnapshot("r", [*linear()])
+    vars(snapshot)["reasons"] = told
+    delivered = await finalize(a_row(), Foreign(snapshot))
+    assert delivered["mask_sample"] is masked
+    assert delivered["metrics"]["incomplete_reasons"] == ([told] if masked else [])
+    assert delivered["metrics"].get("truncated", False) is (told is not None and not masked)
+
+
+async def test_logprobs_that_are_texts_mask() -> None:
+    first, *rest = [each.model_dump() for each in linear()]
+    first["generation_log_probs"] = [str(each) for each in first["generation_log_probs"]]
+    delivered = await finalize(a_row(), Foreign(ForeignSnapshot("r", [first, *rest])))
+    assert {"incomplete", "bad_logprob"} <= set(delivered["metrics"]["mask_reasons"])
+
+
 async def test_a_source_that_answers_for_another_rollout_masks() -> None:
     delivered = await finalize(a_row(), Foreign(ForeignSnapshot("other", linear())))
     assert delivered["metrics"]["mask_reasons"] == ["source_failed"]
