@@ -455,6 +455,12 @@ async def test_a_snapshot_that_could_not_be_retired_or_read_is_masked_with_what_
     assert said in delivered["error"]
 
 
+async def test_a_source_that_freezes_to_nothing_masks_and_retires_nothing() -> None:
+    source = Foreign(None)
+    assert (await finalize(a_row(), source))["metrics"]["mask_reasons"] == ["source_failed"]
+    assert await retire_redundant_capture("r", source) is False
+
+
 @pytest.mark.parametrize(
     ("told", "masked"), [("dangling_intent:c9", True), ("truncated:context", False), (None, False)]
 )
