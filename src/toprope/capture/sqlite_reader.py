@@ -121,21 +121,30 @@ class SqliteReader:
         lost = [f"write_failed:{call_id}: its stored record is damaged" for call_id in line.damaged]
         if len(records) != row.entries:
             lost.append(f"write_failed:{row.entries - len(records)} of {row.entries} stored records are missing")
+        elif [record.ordinal for record in records] != list(range(1, row.entries + 1)):
+            lost.append(
+                f"write_failed:{row.entries} stored records are not the first {row.entries}: the count is damaged"
+            )
         known = [r for (r,) in connection.execute("SELECT reason FROM reason WHERE capture = ? ORDER BY n", (row.id,))]
-        cut = connection.execute(
+        calls = connection.execute(
             "WITH RECURSIVE line (id, prev) AS ("
             " SELECT id, prev FROM call WHERE id = ? UNION ALL"
             " SELECT c.id, c.prev FROM line JOIN call c ON c.id = line.prev LIMIT ?)"
-            " SELECT c.abort FROM line JOIN call c ON c.id = line.id WHERE c.abort LIKE 'truncated:%' ORDER BY c.id",
+            " SELECT c.abort, c.entry IS NOT NULL FROM line JOIN call c ON c.id = line.id ORDER BY c.id",
             (row.last_call, row.calls),
-        )
+        ).fetchall()
+        put = sum(is_put for _, is_put in calls)
+        if not lost and (len(calls), put) != (row.calls, row.entries):
+            lost.append(
+                f"write_failed:{len(calls)} calls with {put} records, {row.calls} with {row.entries} were counted"
+            )
         return TokenCaptureSnapshot(
             rollout_id=key,
             entries=tuple(line.entries),
             incomplete=row.incomplete or bool(lost),
             snapshot_id=row.snapshot_id,
             version=row.version,
-            reasons=snapshot_reasons([*known, *lost], (abort for (abort,) in cut)),
+            reasons=snapshot_reasons([*known, *lost], (abort for abort, _ in calls)),
         )
 
     def _open_entries(self, connection: sqlite3.Connection, key: str, since: int) -> tuple[TokenEntry, ...]:

@@ -379,6 +379,42 @@ async def test_a_damaged_record_masks_its_rollout_by_name_and_no_other(tmp_path:
     await store.close()
 
 
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("DELETE FROM entry WHERE ordinal = 1", "1 of 3 stored records are missing"),
+        ("DELETE FROM entry WHERE ordinal = 2", "stored records are missing"),
+        ("DELETE FROM entry WHERE ordinal = 3", "3 of 3 stored records are missing"),
+        ("UPDATE capture SET last_entry = NULL", "3 of 3 stored records are missing"),
+        ("UPDATE capture SET entries = 2", "the count is damaged"),
+        ("UPDATE capture SET entries = 4", "1 of 4 stored records are missing"),
+        ("UPDATE capture SET entries = 2, last_entry = (SELECT prev FROM entry WHERE ordinal = 3)", "were counted"),
+        ("UPDATE capture SET calls = 2", "were counted"),
+        ("DELETE FROM call WHERE call_id = 'c2'", "missing"),
+        ("UPDATE call SET entry = NULL, abort = 'x' WHERE call_id = 'c2'", "were counted"),
+        ("UPDATE entry SET prev = 1 WHERE ordinal = 3", "missing"),
+        ("UPDATE entry SET data = (SELECT e.data FROM entry e WHERE e.ordinal = 1) WHERE ordinal = 3", "c3"),
+    ],
+)
+async def test_whatever_of_a_line_is_gone_masks_by_name(memory_dir: Path, damage: str, said: str) -> None:
+    path = memory_dir / "c.sqlite"
+    store = SqliteStore(path)
+    for n in (1, 2, 3):
+        await store.begin_call("k", f"c{n}")
+        await store.put(sample_entry("k", f"c{n}", prompt=(n, 2)))
+    await store.close()
+    connection = sqlite3.connect(path)
+    assert connection.execute(damage).rowcount == 1
+    connection.commit()
+    connection.close()
+    store = SqliteStore(path)
+    snapshot = await store.freeze("k")
+    await store.close()
+    assert snapshot.incomplete
+    assert any(said in reason for reason in snapshot.reasons), snapshot.reasons
+
+
 async def test_files_that_are_no_store_are_refused_and_left_alone(tmp_path: Path) -> None:
     foreign, text = tmp_path / "foreign.sqlite", tmp_path / "text.sqlite"
     with sqlite3.connect(foreign) as connection:
