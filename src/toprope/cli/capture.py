@@ -125,12 +125,20 @@ def sweep(
     evidence: Annotated[
         bool, typer.Option("--evidence", help="Discard kept evidence of that age too: masked, failed, abandoned.")
     ] = False,
+    undelivered: Annotated[
+        bool,
+        typer.Option(
+            "--undelivered", help="Discard, with evidence, also what could still be delivered, and write-only."
+        ),
+    ] = False,
     json: Annotated[bool, typer.Option("--json", help="One JSON object instead of a line.")] = False,
 ) -> None:
     """Remove tombstones (receipts of delivered rollouts) that are older than T; with --evidence kept evidence too.
 
     First retires what was delivered and not dropped. Never touched: captures of live writers, and the high-water mark
-    of each rollout, which keeps old workers out. Rows whose receipts or evidence went are `unverifiable` to the audit.
+    of each rollout, which keeps old workers out. What is recorded and no row on disk holds (undelivered, open, of a
+    dead writer, write only) is kept and counted unless --undelivered is given; of a writer that told no epoch age alone
+    says then that it is gone. Rows whose receipts or evidence went are `unverifiable` to the audit.
 
     \b
     toprope capture sweep runs/20260101-120000-demo-1a2b --older-than 30d
@@ -147,11 +155,19 @@ def sweep(
     async def command(_: Interrupts) -> dict[str, int]:
         async with capture_store(run_dir) as store:
             if store is None:
-                return {"retired": 0, "tombstones": 0, "evidence": 0}
+                return {"retired": 0, "tombstones": 0, "evidence": 0, "undelivered": 0}
             retired = await reconcile(run_dir, store)
-            gone = await store.discard(may_go(await kept_evidence(run_dir, store), limit)) if evidence else ()
+            kept = await kept_evidence(run_dir, store)
+            asked = evidence or undelivered
+            gone = await store.discard(may_go(kept, limit, undelivered=undelivered)) if asked else ()
+            wanted = set(may_go(kept, limit, undelivered=True)) - set(may_go(kept, limit))
             swept = await store.sweep_retired(limit)
-            return {"retired": len(retired.retired), "tombstones": swept, "evidence": len(gone)}
+            return {
+                "retired": len(retired.retired),
+                "tombstones": swept,
+                "evidence": len(gone),
+                "undelivered": len(wanted - set(gone)),
+            }
 
     done = run_async(command)
     if json:
@@ -163,6 +179,10 @@ def sweep(
         f"swept {done['tombstones']} tombstones and {done['evidence']} captures kept as evidence; "
         f"{done['retired']} delivered captures were retired first"
     )
+    if done["undelivered"]:
+        typer.echo(
+            f"{done['undelivered']} captures of that age stay: no row on disk holds them (--undelivered discards them)"
+        )
 
 
 @app.command("conformance")

@@ -64,10 +64,13 @@ async def kept_evidence(run_dir: RunDir, store: CaptureLister, *, retired: bool 
     return tuple(_told(info, rows) for info in captures)
 
 
-def may_go(kept: Iterable[Kept], older_than_s: float) -> tuple[str, ...]:
+def may_go(kept: Iterable[Kept], older_than_s: float, *, undelivered: bool = False) -> tuple[str, ...]:
     """The keys of the evidence that a sweep may discard: older than `older_than_s` seconds, its writer not alive.
 
-    Half-dropped captures are not among them (they are retired, which keeps receipts), nor are tombstones.
+    Masked, failed and abandoned captures, and those that can give no row (nothing recorded, or a call known to be
+    lost). What could still be delivered, and what nobody else holds (write only), goes with `undelivered` alone; of a
+    capture whose writer told no epoch its age is then all that speaks. Half-dropped captures are never among them (they
+    are retired, which keeps receipts), nor are tombstones.
     """
     return tuple(
         each.info.rollout_id
@@ -75,7 +78,14 @@ def may_go(kept: Iterable[Kept], older_than_s: float) -> tuple[str, ...]:
         if each.why not in (Why.RETIRED, Why.HALF_DROPPED)
         and each.info.age_s >= older_than_s
         and each.info.writer != "live"
+        and (undelivered or not _may_be_wanted(each))
     )
+
+
+def _may_be_wanted(each: Kept) -> bool:
+    if each.why in (Why.OPEN, Why.WRITE_ONLY):
+        return True
+    return each.why in (Why.DEAD, Why.UNDELIVERED) and each.info.entries > 0 and not each.info.incomplete
 
 
 def _told(info: CaptureInfo, rows: _Rows) -> Kept:

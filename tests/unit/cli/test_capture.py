@@ -58,7 +58,7 @@ def test_listing_showing_and_sweeping_while_the_store_is_open(
         [receipt] = [json.loads(line) for line in out.splitlines()]
         assert (status, receipt["state"], receipt["gen_len"]) == (0, "retired", 2)
         assert toprope(capsys, "capture", "sweep", str(tmp_path), "--older-than", "1h", "--json")[1] == (
-            '{"retired":0,"tombstones":0,"evidence":0}\n'
+            '{"retired":0,"tombstones":0,"evidence":0,"undelivered":0}\n'
         )
         status, out, _ = toprope(capsys, "capture", "sweep", str(tmp_path), "--older-than", "0", "--evidence")
         assert (status, out.startswith("swept 1 tombstones and 1 captures")) == (0, True)
@@ -68,6 +68,25 @@ def test_listing_showing_and_sweeping_while_the_store_is_open(
         assert (status, report["counts"]["unverifiable"]) == (0, 2)
     finally:
         asyncio.run(store.close())
+
+
+def test_a_sweep_says_what_it_keeps_because_nobody_has_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = a_run(tmp_path)
+
+    async def freeze_one_more() -> None:
+        await sample_calls(store, "minutes-2", [([1, 10], [50, 2])])
+        await store.freeze("minutes-2")
+        await store.close()
+
+    asyncio.run(freeze_one_more())
+    sweep = ("capture", "sweep", str(tmp_path), "--older-than", "0")
+    _, out, _ = toprope(capsys, *sweep, "--evidence")
+    assert out.splitlines()[1] == "1 captures of that age stay: no row on disk holds them (--undelivered discards them)"
+    assert "minutes-2" in toprope(capsys, "capture", "ls", str(tmp_path))[1]
+    assert toprope(capsys, *sweep, "--undelivered", "--json")[1] == (
+        '{"retired":0,"tombstones":0,"evidence":1,"undelivered":0}\n'
+    )
+    assert "nothing is kept" in toprope(capsys, "capture", "ls", str(tmp_path))[1]
 
 
 def test_an_age_is_read_as_people_write_it() -> None:

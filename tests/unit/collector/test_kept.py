@@ -160,8 +160,8 @@ async def test_a_sweep_discards_old_evidence_but_not_a_live_writers_and_leaves_t
     store, living = await every_kind(tmp_path, kind)
     run_dir = RunDir(tmp_path)
     kept = await kept_evidence(run_dir, store)
-    assert may_go(kept, 3600.0) == ()
-    going = may_go(kept, 0.0)
+    assert may_go(kept, 3600.0, undelivered=True) == ()
+    going = may_go(kept, 0.0, undelivered=True)
     assert set(going) == {each.info.rollout_id for each in kept} - {"live"}
     assert set(await store.discard([*going, "live", "run.0-0", "never-heard-of"])) == set(going)
     assert await store.sweep_retired(0.0) == 1
@@ -174,6 +174,27 @@ async def test_a_sweep_discards_old_evidence_but_not_a_live_writers_and_leaves_t
     report = await audit(run_dir, store)
     assert report.ok, report.breaches
     assert report.counts["unverifiable"] == 2
+    await living.close()
+    await store.close()
+
+
+@pytest.mark.promise("CP-10")
+@pytest.mark.parametrize("kind", ["sqlite", "jsonl"])
+async def test_a_sweep_of_evidence_keeps_what_could_still_be_delivered(kind: str, tmp_path: Path) -> None:
+    store, living = await every_kind(tmp_path, kind)
+    for key in ("whole", "lost"):
+        await sample_calls(store, key, TURNS)
+    await store.mark_incomplete("lost", "c9")
+    for key in ("whole", "lost"):
+        await store.freeze(key)
+    died = opened(kind, tmp_path)
+    await died.begin_call("dead", "turn-0", intent=Intent(writer_epoch="gone, too"))
+    await sample_calls(died, "dead", TURNS)
+    await died.close()
+    kept = await kept_evidence(RunDir(tmp_path), store)
+    going = set(may_go(kept, 0.0))
+    assert going == {"run.0-0~1", "run.1-0", "run.2-0", "intent-only", "frozen-only", "lost"}
+    assert set(may_go(kept, 0.0, undelivered=True)) - going == {"whole", "dead", "abort-only"}
     await living.close()
     await store.close()
 
@@ -202,6 +223,7 @@ async def test_the_captures_of_a_run_that_only_writes_are_kept_and_accounted_for
     assert (summary.coverage.measured, summary.masks.capture, summary.stop_reason) == (2, 0, "done")
     kept = {each.info.rollout_id: each.why for each in await kept_evidence(RunDir(tmp_path), store)}
     assert kept == {"run.0-0": Why.WRITE_ONLY, "run.1-0": Why.WRITE_ONLY}  # nothing set aside, nothing retired
+    assert may_go(await kept_evidence(RunDir(tmp_path), store), 0.0) == ()
     assert (await reconcile(RunDir(tmp_path), store)).retired == ()
     for line in RunDir(tmp_path).results.read_text().splitlines():
         assert "_ng_token_capture" not in json.loads(line)
