@@ -9,8 +9,10 @@ import asyncio
 import inspect
 import json
 import secrets
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,7 @@ from toprope.servers.environment.turns import TurnInput
 from toprope.servers.resources.environment import Environment
 from toprope.servers.resources.server import ResourcesServer
 from toprope.tools.spec import TOOL_ERROR_TYPE
+from toprope.tools.workers import Escaped, WorkerThreads, contained
 
 NOTHING_SAID: Mapping[str, Any] = {"id": "resp_0", "object": "response", "status": "completed", "output": []}
 """The response of an agent that did nothing."""
@@ -48,6 +51,9 @@ class Subject:
     tasks: Sequence[TurnInput]
     sessions: int
     sandboxes: SandboxDesk | None
+    call_timeout_s: float = 30.0
+    stuck: list[str] = field(default_factory=list)
+    """What never ended, in words: set by the check that found it, since what comes after it may never end either."""
 
     @property
     def deterministic(self) -> bool:
@@ -111,11 +117,47 @@ class Watch:
 
 
 async def run(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """Call the author's function as the server does: a plain one in a thread."""
+    """Call the author's function as the server does: a plain one in a thread.
+
+    One that never ends is left to itself when the caller is cancelled: no check, and no end of the process, waits for
+    it.
+    """
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)
-    result = await asyncio.to_thread(function, *arguments, **named)
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+    context = copy_context()
+
+    def settle(outcome: Any, failure: BaseException | None) -> None:
+        if done.done():
+            return
+        if failure is not None:
+            done.set_exception(failure if isinstance(failure, Exception) else Escaped(failure))
+        else:
+            done.set_result(outcome)
+
+    def work() -> None:
+        outcome: Any = None
+        failure: BaseException | None = None
+        try:
+            outcome = context.run(function, *arguments, **named)
+        except StopIteration as error:  # a future cannot carry it
+            failure = RuntimeError(f"the function raised {type(error).__name__}")
+        except BaseException as error:  # goes to whoever awaits the call, whatever it is
+            failure = error
+        with suppress(RuntimeError):  # the loop is gone, and with it everybody who waited
+            loop.call_soon_threadsafe(settle, outcome, failure)
+
+    threading.Thread(target=work, name="toprope-check", daemon=True).start()
+    result = await done
     return await result if inspect.isawaitable(result) else result
+
+
+class _LeftToThemselves(WorkerThreads):
+    """Worker threads that nobody waits for once their caller is gone."""
+
+    async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return await contained(run(function, *args, **kwargs))
 
 
 @dataclass(slots=True)
@@ -206,6 +248,7 @@ async def served(subject: Subject) -> AsyncIterator[House]:
                 signing_key=secrets.token_bytes(32),
                 sandboxes=subject.sandboxes,
             )
+            server.workers = _LeftToThemselves(subject.environment.worker_threads)
             client.register("inline://environment", server.app)
             await server.app.start()
             try:

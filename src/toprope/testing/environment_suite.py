@@ -18,13 +18,15 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from toprope.collector.tasks import TaskLike, read_tasks
+from toprope.errors.body import said_by
 from toprope.errors.tree import TopropeError
 from toprope.sandbox.desk import SandboxDesk
 from toprope.servers.environment.turns import TurnInput, read_input
 from toprope.servers.resources.environment import Environment
+from toprope.testing.environment_calls import every_call_ends_and_leaves_the_loop_free
 from toprope.testing.environment_kit import (
     Caller,
     House,
@@ -33,17 +35,22 @@ from toprope.testing.environment_kit import (
     as_json,
     is_tool_error,
     must,
+    run,
     said,
     sample_arguments,
     served,
 )
 from toprope.tools.spec import ToolSpec
 
+T = TypeVar("T")
 Check = Callable[[Subject], Awaitable[None]]
 Tasks = str | os.PathLike[str] | Iterable[TaskLike]
 
 READ_TASKS = "tasks_are_json_and_the_same_for_a_seed"
 """What comes before every check: without tasks none can run."""
+
+LEAVE_S = 5.0
+"""Seconds that a check which was given up gets to put things away."""
 
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, tuple, frozenset)
 
@@ -74,25 +81,43 @@ async def check_environment(
     """Every check over one environment, in order; what is not kept. An empty list means that it conforms.
 
     `tasks`: a JSONL file or tasks; absent, the environment's own, `size` of them by `seed`. `sessions`: how many at
-    once. `sandboxes`: opened already, for an environment that wants a sandbox a session. `timeout_s` bounds each check.
+    once. `sandboxes`: opened already, for an environment that wants a sandbox a session. `timeout_s` bounds each check,
+    half of it each call of the first that calls the environment: where one never ends, nothing further is
+    checked, and each check that was left out is a finding.
     """
     environment = target if isinstance(target, Environment) else target()
     found: list[Finding] = []
     try:
-        given = await asyncio.to_thread(_gather, environment, tasks, size, seed)
+        given = await _bounded(run(_gather, environment, tasks, size, seed), timeout_s)
     except Nonconforming as error:
         return [Finding(READ_TASKS, str(error))]
-    subject = Subject(environment, given, sessions, sandboxes)
+    except Exception as error:  # the author's own, sys.exit() too
+        return [Finding(READ_TASKS, said_by(error))]
+    subject = Subject(environment, given, sessions, sandboxes, call_timeout_s=timeout_s / 2)
     for name, check in CHECKS.items():
+        if subject.stuck:
+            found.append(Finding(name, f"not checked: {subject.stuck[0]}"))
+            continue
         try:
-            await asyncio.wait_for(check(subject), timeout_s)
+            await _bounded(check(subject), timeout_s)
         except Nonconforming as error:
-            found.append(Finding(name, str(error)))
-        except TimeoutError:
-            found.append(Finding(name, f"it did not end within {timeout_s:g} s"))
+            found.append(Finding(name, subject.stuck[0] if subject.stuck else str(error)))
         except Exception as error:  # a check that trips over what the environment did has found something
-            found.append(Finding(name, f"{type(error).__name__}: {error}"))
+            found.append(Finding(name, said_by(error)))
     return found
+
+
+async def _bounded(work: Awaitable[T], timeout_s: float) -> T:
+    """The outcome of `work`. Raises `Nonconforming` where it does not end in time; then it is cancelled and left."""
+    task = asyncio.ensure_future(work)
+    try:
+        await asyncio.wait({task}, timeout=timeout_s)
+        if not task.done():
+            raise Nonconforming(f"it did not end within {timeout_s:g} s")
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait({task}, timeout=LEAVE_S)
 
 
 def _gather(environment: Environment, tasks: Tasks | None, size: int, seed: int) -> list[TurnInput]:
@@ -107,9 +132,13 @@ def _gather(environment: Environment, tasks: Tasks | None, size: int, seed: int)
             type(environment).tasks is not Environment.tasks,
             "it makes no tasks of its own; give the suite a file of tasks",
         )
-        once, twice = ([(each.task_id, each.task_input) for each in environment.tasks(size, seed)] for _ in range(2))
+        once, twice = (
+            [(each.task_id, each.task_input) for each in islice(environment.tasks(size, seed), size + 1)]
+            for _ in range(2)
+        )
         must(once == twice, f"tasks({size}, {seed}) gave other tasks the second time")
-        must(len(once) == size, f"tasks({size}, {seed}) gave {len(once)} tasks")
+        gave = f"more than {size}" if len(once) > size else str(len(once))
+        must(len(once) == size, f"tasks({size}, {seed}) gave {gave} tasks")
         must(len({(each.taskset, each.task_id) for each, _ in once}) == size, "two tasks have one id")
         rows = [(each.task_id, task_input) for each, task_input in once]
     must(bool(rows), "there is no task")
@@ -325,6 +354,7 @@ CHECKS: Mapping[str, Check] = {
     for check in (
         tools_are_described,
         tasks_offer_the_tools_that_are_served,
+        every_call_ends_and_leaves_the_loop_free,
         equal_seeds_allocate_once,
         a_lost_reply_leaves_nothing_open,
         a_close_during_its_seed_releases_what_the_seed_took,

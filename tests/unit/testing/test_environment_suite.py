@@ -6,6 +6,8 @@ import asyncio
 import itertools
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -156,6 +158,52 @@ class TasksThatOfferAnArgumentTooMany(Counter):
         return [task(number, tools=tools) for number in range(size)]
 
 
+class TasksWithoutEnd(Counter):
+    def tasks(self, size: int, seed: int) -> Iterable[Task]:
+        return map(task, itertools.count())
+
+
+class TasksThatLeave(Counter):
+    def tasks(self, size: int, seed: int) -> Iterable[Task]:
+        sys.exit(3)
+
+
+class SeedThatLeaves(Counter):
+    def seed(self, task: dict[str, Any]) -> dict[str, int]:
+        sys.exit(3)
+
+
+class VerifyThatLeaves(Counter):
+    def verify(self, state: dict[str, int], task: dict[str, Any], response: dict[str, Any]) -> float:
+        sys.exit(3)
+
+
+class ToolThatLeaves(Counter):
+    @tool
+    async def leave(self, state: dict[str, int]) -> None:
+        """Leave."""
+        sys.exit(3)
+
+
+class ReleaseThatLeaves(Counter):
+    def release(self, state: dict[str, int]) -> None:
+        raise KeyboardInterrupt
+
+
+class VerifyBlocksTheLoop(Counter):
+    async def verify(self, state: Any, task: dict[str, Any], response: dict[str, Any]) -> float:  # type: ignore[override]
+        time.sleep(0.3)  # noqa: ASYNC251  # what the check is about
+        return 0.0
+
+
+class ToolBlocksTheLoop(Counter):
+    @tool
+    async def look(self, state: dict[str, int]) -> int:
+        """Look."""
+        time.sleep(0.3)  # noqa: ASYNC251  # what the check is about
+        return 0
+
+
 BROKEN: dict[Callable[[], Environment], str] = {
     OneStateForAll: "sessions_by_the_dozen_are_each_their_own",
     CountsInTheClass: "sessions_do_not_see_each_other",
@@ -171,6 +219,14 @@ BROKEN: dict[Callable[[], Environment], str] = {
     TasksThatDiffer: READ_TASKS,
     TasksThatAreNoJson: READ_TASKS,
     TasksOfOneName: READ_TASKS,
+    TasksWithoutEnd: READ_TASKS,
+    TasksThatLeave: READ_TASKS,
+    SeedThatLeaves: "equal_seeds_allocate_once",
+    VerifyThatLeaves: "an_agent_that_does_nothing_gets_a_verdict",
+    ToolThatLeaves: "tools_answer_whatever_their_schema_allows",
+    ReleaseThatLeaves: "a_release_that_failed_is_called_again",
+    VerifyBlocksTheLoop: "every_call_ends_and_leaves_the_loop_free",
+    ToolBlocksTheLoop: "every_call_ends_and_leaves_the_loop_free",
     TasksThatOfferWhatIsNotThere: "tasks_offer_the_tools_that_are_served",
     TasksThatOfferAnArgumentTooMany: "tasks_offer_the_tools_that_are_served",
 }
@@ -179,12 +235,19 @@ BROKEN: dict[Callable[[], Environment], str] = {
 @pytest.mark.promise("EP-15")
 async def test_an_environment_that_keeps_every_promise_has_no_finding() -> None:
     assert await check_environment(Counter) == []
+
+    class SlowInAThread(Counter):
+        def verify(self, state: dict[str, int], task: dict[str, Any], response: dict[str, Any]) -> float:
+            time.sleep(0.3)  # longer than the loop may be blocked
+            return 0.0
+
+    assert await check_environment(SlowInAThread, sessions=2) == []
     assert await check_environment(Counter(), tasks=[task(1), task(2)]) == []
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 async def test_a_broken_environment_fails_the_check_that_is_about_it(broken: Callable[[], Environment]) -> None:
-    found = await check_environment(broken, timeout_s=20)
+    found = await check_environment(broken, timeout_s=20, sessions=5)
     assert BROKEN[broken] in {finding.check for finding in found}, found
     assert all(finding.problem for finding in found)
 
@@ -195,7 +258,7 @@ async def test_every_check_can_fail() -> None:
     class SeedsTwice(Counter):
         """An author who calls `seed` again by himself, as a retry of his own would."""
 
-        async def seed(self, task: dict[str, Any]) -> dict[str, int]:
+        async def seed(self, task: dict[str, Any]) -> dict[str, int]:  # type: ignore[override]
             if asyncio.current_task() is not None and not task.get("again"):
                 return dict(await vars(self)["seed"]({**task, "again": True}))
             return {"n": 0}
@@ -231,14 +294,79 @@ async def test_without_tasks_it_says_what_is_missing() -> None:
 
 
 async def test_a_check_that_never_ends_is_a_finding_and_the_others_go_on() -> None:
-    class Hangs(Counter):
-        async def verify(self, state: Any, task: dict[str, Any], response: dict[str, Any]) -> float:
-            await asyncio.Event().wait()
+    class HangsTheSecondTime(ToolThatBreaks):
+        async def verify(  # type: ignore[override]
+            self, state: Any, task: dict[str, Any], response: dict[str, Any]
+        ) -> float:
+            if state.setdefault("verified", 0):
+                await asyncio.Event().wait()
+            state["verified"] = 1
             return 0.0
 
-    found = await check_environment(Hangs, timeout_s=0.05)
-    assert "it did not end within 0.05 s" in {finding.problem for finding in found}
-    assert "tools_are_described" not in {finding.check for finding in found}
+    found = await check_environment(HangsTheSecondTime, timeout_s=2.0, sessions=5)
+    problems = {finding.check: finding.problem for finding in found}
+    assert problems["equal_sessions_get_equal_verdicts"] == "it did not end within 2 s"
+    assert "look_up broke" in problems["tools_answer_whatever_their_schema_allows"]
+    assert "tools_are_described" not in problems
+
+
+LET_GO = threading.Event()
+
+
+class VerifyHangs(Counter):
+    def verify(self, state: dict[str, int], task: dict[str, Any], response: dict[str, Any]) -> float:
+        LET_GO.wait()
+        return 0.0
+
+
+class ReleaseHangs(Counter):
+    async def release(self, state: dict[str, int]) -> None:  # type: ignore[override]
+        await asyncio.Event().wait()
+
+
+class SeedHangs(Counter):
+    def seed(self, task: dict[str, Any]) -> dict[str, int]:
+        LET_GO.wait()
+        return {"n": 0}
+
+
+class ToolHangs(Counter):
+    @tool
+    def look(self, state: dict[str, int]) -> int:
+        """Look."""
+        LET_GO.wait()
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("hanging", "what"),
+    [(SeedHangs, "seed"), (ToolHangs, "tool look"), (VerifyHangs, "verify"), (ReleaseHangs, "release")],
+)
+def test_a_call_that_never_ends_is_named_and_neither_the_suite_nor_its_process_waits_for_it(
+    hanging: Callable[[], Environment], what: str
+) -> None:
+    LET_GO.clear()
+    try:
+        found = findings(hanging, timeout_s=2.0)
+    finally:
+        LET_GO.set()
+    names = list(CHECKS)
+    first = names.index("every_call_ends_and_leaves_the_loop_free")
+    assert found[0] == Finding(names[first], f"{what} did not end within 1 s")
+    assert found[1:] == [Finding(name, f"not checked: {found[0].problem}") for name in names[first + 1 :]]
+
+
+def test_tasks_that_never_come_are_a_finding() -> None:
+    class Endless(Counter):
+        def tasks(self, size: int, seed: int) -> Iterable[Task]:
+            LET_GO.wait()
+            return []
+
+    LET_GO.clear()
+    try:
+        assert findings(Endless, timeout_s=0.2) == [Finding(READ_TASKS, "it did not end within 0.2 s")]
+    finally:
+        LET_GO.set()
 
 
 def test_the_environment_is_as_it_was_when_the_suite_is_done_and_no_loop_is_needed() -> None:
