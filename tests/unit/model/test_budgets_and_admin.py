@@ -114,6 +114,99 @@ async def test_calls_at_once_do_not_slip_past_a_budget_and_failed_ones_are_free(
         assert sorted(call.status for call in calls) == [200, 200, 403, 403, 403]
 
 
+async def test_calls_that_read_the_record_at_once_count_what_it_holds_once():
+    """One call is on record; three more ask before any of them was counted. All four fit."""
+    store, asked = MemoryStore(), asyncio.Barrier(3)
+
+    class Slow(Recorder):
+        async def recorded(self, key, since=0):
+            entries = await super().recorded(key, since)
+            if entries and not since:
+                await asked.wait()
+            return entries
+
+    budget = RolloutLimits(calls=4)
+    async with on_the_wire(engine=Typist(script=["ok"]), recorder=Slow(store, reader=store), budget=budget) as wire:
+        assert (await turns(wire, "chat", 1)).status == 200
+        calls = [await wire.ask("chat", more={"seed": 10 + n}) for n in range(3)]
+        for call in calls:
+            await call.end()
+        assert [call.status for call in calls] == [200, 200, 200]
+        last = await wire.ask("chat", more={"seed": 20})
+        await last.end()
+        assert last.status == 403
+
+
+@pytest.mark.parametrize("prefix", ["/ng-rollout/4-2", CAPTURED])
+async def test_calls_under_way_count_until_they_end(prefix):
+    store, go, reached = MemoryStore(), asyncio.Event(), []
+
+    async def at_end():
+        reached.append(1)
+        if len(reached) < 3:
+            await go.wait()
+
+    engine, budget = Typist(script=["ok"], size=2, at_end=at_end), RolloutLimits(calls=2)
+    async with on_the_wire(engine=engine, recorder=Recorder(store, reader=store), budget=budget) as wire:
+        running = [await wire.ask("chat", more={"seed": n}, prefix=prefix, stream=True) for n in range(2)]
+        for call in running:
+            await call.read(lambda body: b"ok" in body)
+        over = await wire.ask("chat", more={"seed": 9}, prefix=prefix)
+        await over.end()
+        assert over.status == 403
+        go.set()
+        for call in running:
+            assert b"[DONE]" in await call.end()
+
+
+async def test_a_call_that_is_on_record_and_not_yet_over_counts_once():
+    """Between the durable record and the end of the turn another call asks: both fit in a budget of two."""
+    store, recorded, go = MemoryStore(), asyncio.Event(), asyncio.Event()
+
+    class Lingering(Recorder):
+        async def record(self, call):
+            await super().record(call)
+            recorded.set()
+            await go.wait()
+
+    budget = RolloutLimits(calls=2)
+    recorder = Lingering(store, reader=store)
+    async with on_the_wire(engine=Typist(script=["ok"], size=2), recorder=recorder, budget=budget) as wire:
+        first = await wire.ask("chat", more={"seed": 1})
+        await recorded.wait()
+        second = await wire.ask("chat", more={"seed": 2}, stream=True)
+        await second.read(lambda body: b"ok" in body)
+        go.set()
+        await first.end()
+        await second.end()
+        assert (first.status, second.status) == (200, 200)
+
+
+async def test_plain_calls_of_a_rollout_count_beside_its_captured_ones():
+    store = MemoryStore()
+    settings = {"recorder": Recorder(store, reader=store), "budget": RolloutLimits(calls=3)}
+    async with on_the_wire(engine=Typist(script=["ok"]), **settings) as wire:
+        statuses = []
+        for number, prefix in enumerate((CAPTURED, "/ng-rollout/4-2", CAPTURED, CAPTURED)):
+            call = await wire.ask("chat", more={"seed": number}, prefix=prefix)
+            await call.end()
+            statuses.append(call.status)
+    assert statuses == [200, 200, 200, 403]
+
+
+async def test_seconds_run_from_the_first_call_on_record_also_after_a_restart():
+    store, now = MemoryStore(), [100.0]
+    budget = RolloutLimits(seconds=5)
+    for _ in range(2):
+        recorder = Recorder(store, reader=store, clock=lambda: now[0])
+        engine = Typist(script=["ok"])
+        async with on_the_wire(engine=engine, recorder=recorder, budget=budget, clock=lambda: now[0]) as wire:
+            call = await wire.ask("chat", more={"seed": now[0]})
+            await call.end()
+        now[0] += 6
+    assert (call.status, b"limits.seconds" in call.body) == (403, True)
+
+
 def _fault_unless_ok(told):
     return ScriptedReply(text="ok") if told.last_text == "ok" else ScriptedReply(fault=ScriptedFault())
 

@@ -1,8 +1,9 @@
 """What one rollout may spend at a model server: calls, generated tokens, seconds. A call over it is refused in words.
 
 Captured calls are counted from the record, so that a restart or another worker forgets nothing; others in memory. A
-refusal ends the trajectory (`truncated:limit_reached`); the chain before it stays trainable. Calls that are under way
-elsewhere at that moment are not seen: with several workers as many calls more may pass.
+refusal ends the trajectory (`truncated:limit_reached`); the chain before it stays trainable, so none may come too
+early: no call counts twice, however many ask at once. Calls that are under way elsewhere at that moment are not seen:
+with several workers as many calls more may pass.
 """
 
 from __future__ import annotations
@@ -45,15 +46,23 @@ class RolloutLimits:
 
 
 class _Spent:
-    __slots__ = ("calls", "counts_itself", "first", "read", "running", "tokens")
+    __slots__ = ("calls", "first", "read", "running", "tokens")
 
     def __init__(self, first: float) -> None:
         self.calls = 0  # ended ones, of the record or counted here
         self.tokens = 0
         self.read = 0  # entries of the record that are counted
-        self.running = 0
-        self.counts_itself = True  # no record tells of it
+        self.running: dict[str, bool] = {}  # ids of calls under way, and whether the record will tell of them
         self.first = first
+
+    def learn(self, entries: Sequence[TokenEntry], since: int) -> None:
+        """Count what the record held after its first `since` entries, unless another call did meanwhile."""
+        for entry in entries[self.read - since :]:
+            self.read += 1
+            self.calls += 1
+            self.tokens += len(entry.generation_token_ids)
+            self.first = min(self.first, entry.created_at)
+            self.running.pop(entry.model_call_id, None)  # it is recorded, though its turn may not be over
 
 
 class Budgets:
@@ -76,22 +85,18 @@ class Budgets:
         if len(self._rollouts) > _MAX_ROLLOUTS:
             self._rollouts.popitem(last=False)
         if read is not None:
-            spent.counts_itself = False
-            for entry in await read(call.rollout_id, spent.read):
-                spent.read += 1
-                spent.calls += 1
-                spent.tokens += len(entry.generation_token_ids)
-                spent.first = min(spent.first, entry.created_at)
+            since = spent.read
+            spent.learn(await read(call.rollout_id, since), since)
         self._check(spent, call.started)
-        spent.running += 1
+        spent.running[call.call_id] = read is not None
 
     def ended(self, call: ModelCall, made: EngineReply | None) -> None:
         """An admitted call ended, with this reply or with none."""
         spent = self._rollouts.get(call.rollout_id or "")
         if spent is None:
             return
-        spent.running = max(0, spent.running - 1)
-        if made is not None and spent.counts_itself:
+        told = spent.running.pop(call.call_id, True)
+        if made is not None and not told:
             spent.calls += 1
             spent.tokens += made.usage.output_tokens or (
                 0 if made.tokens is None else len(made.tokens.generation_token_ids)
@@ -99,7 +104,7 @@ class Budgets:
 
     def _check(self, spent: _Spent, now: float) -> None:
         limits = self.limits
-        if limits.calls is not None and spent.calls + spent.running >= limits.calls:
+        if limits.calls is not None and spent.calls + len(spent.running) >= limits.calls:
             raise LimitReached(f"this rollout has had its {limits.calls} model calls (limits.calls)")
         if limits.tokens is not None and spent.tokens >= limits.tokens:
             raise LimitReached(
