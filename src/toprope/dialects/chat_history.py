@@ -239,6 +239,7 @@ def _join(turn: Message | None, item: Item, kind: Any, reasoning_field: str, mes
     """Put an item of the model's into the open assistant message, or begin the next one.
 
     One message holds thought, text, calls in this order; an item that would stand before what is there begins anew.
+    Only text after a call is put before it: between a call and its result providers accept no other message.
     """
     if kind == "reasoning":
         if turn is None or reasoning_field in turn or turn["content"] is not None or "tool_calls" in turn:
@@ -247,9 +248,9 @@ def _join(turn: Message | None, item: Item, kind: Any, reasoning_field: str, mes
         if thought:  # a sealed one says nothing to another provider
             turn[reasoning_field] = thought
     elif kind == "message":
-        if turn is None or turn["content"] is not None or "tool_calls" in turn:
+        if turn is None or (turn["content"] is not None and "tool_calls" not in turn):
             turn = _begin(messages)
-        turn["content"] = plain_text(item.get("content"))
+        turn["content"] = (turn["content"] or "") + plain_text(item.get("content"))
     else:
         if turn is None:
             turn = _begin(messages)

@@ -6,30 +6,39 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toprope.dialects.chat_history import items_from_assistant
-from toprope.dialects.chat_parts import plain_text, reasoning_text
+from toprope.dialects.chat_parts import plain_text, reasoning_text, text_part
 from toprope.dialects.pivot import PivotReply
+from toprope.wire.chat import FINISH_REASONS, Said
 from toprope.wire.responses import FinishReason, Item, Usage
 
-_FINISH: dict[str, FinishReason] = {
-    "stop": "stop",
-    "length": "length",
-    "max_tokens": "length",
-    "tool_calls": "tool_calls",
-    "function_call": "tool_calls",
-    "content_filter": "content_filter",
-}
 _ITEM_FIELDS = frozenset(("type", "id", "status", "role", "content", "phase"))
 
 
-def output_from_chat(message: Mapping[str, Any], call_id: str) -> tuple[Item, ...]:
-    """An upstream's message as output items: thought, text, calls in this order; never none at all."""
-    return tuple(items_from_assistant(message, "choices[0].message", id_seed=call_id))
+def output_from_chat(message: Mapping[str, Any], call_id: str, order: Sequence[Said] = ()) -> tuple[Item, ...]:
+    """An upstream's message as output items, never none at all: thought, text, calls in this order, or in `order`,
+    which a reader of its stream gives where it came otherwise."""
+    items = items_from_assistant(message, "choices[0].message", id_seed=call_id)
+    if not order:
+        return tuple(items)
+    whole = next((item for item in items if item["type"] == "message"), {"type": "message", "role": "assistant"})
+    calls = iter([item for item in items if item["type"] not in ("message", "reasoning")])
+    return tuple(next(calls) if kind == "function_call" else _said(kind, text, whole) for kind, text in order)
+
+
+def _said(kind: str, text: str, whole: Item) -> Item:
+    if kind == "reasoning":
+        return {"type": "reasoning", "summary": [], "content": [text_part(text, "reasoning_text")]}
+    return {**whole, "content": [text_part(text, "output_text")]}
 
 
 def finish_from_chat(reason: str | None, output: Sequence[Item]) -> FinishReason:
-    """The finish reason in our words. Engines that say nothing, or a word of their own, ended by themselves."""
-    if reason in _FINISH:
-        return _FINISH[reason]
+    """The finish reason in our words.
+
+    An engine that says nothing, or a word of its own, may have ended by itself: the client is told so, and the reply
+    has a `token_fault`, since nobody knows whether it was cut.
+    """
+    if reason in FINISH_REASONS:
+        return FINISH_REASONS[reason]
     return "tool_calls" if any(item.get("type") == "function_call" for item in output) else "stop"
 
 

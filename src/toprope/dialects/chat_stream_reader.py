@@ -2,9 +2,9 @@
 
 The completion is what a plain reply of the same generation holds, so that ids, logprobs and faults are judged by the
 same code. Nothing is taken from the first element only: ids and logprobs count on every chunk whatever its delta, and
-calls are told apart by id as well as by index. Deltas follow the order of the final items (thought, text, calls); what
-comes out of that order is in the completion and is not emitted. Left to others: the bytes (`wire.sse`) and what an
-error event means (engines).
+calls are told apart by id as well as by index. A message holds thought, text and calls in no order of its own; where
+they came otherwise (text after a call, a second thought), `reply` says in which, so that what left already stays where
+it is. Left to others: the bytes (`wire.sse`) and what an error event means (engines).
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from typing import Any
 from toprope.canonical.json import NotJson, loads
 from toprope.dialects.chat_history import argument_text
 from toprope.dialects.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
-from toprope.wire.chat import BadChatReply
+from toprope.wire.chat import BadChatReply, ChatReply, Said, read_chat_object
 
 _FIRST = ("id", "model", "created", "prompt_token_ids")
 """Fields of a chunk whose first value counts; of all others the last one does."""
 _TOLD_ELSEWHERE = ("choices", "object")
 _THOUGHTS = ("reasoning_content", "reasoning")
 _READ = frozenset((*_THOUGHTS, "role", "content", "refusal", "tool_calls"))
+_RANK = {"reasoning": 0, "message": 1, "function_call": 2}
+"""The order of a message's items where nothing else is said."""
 
 
 class ChatStreamReader:
@@ -38,24 +40,28 @@ class ChatStreamReader:
         self._message: dict[str, Any] = {}
         self._texts: dict[str, _Text] = {}
         self._parts: list[Any] = []
-        self._late = _Text()
+        self._line: list[_Piece | _Call] = []
         self._calls: list[_Call] = []
-        self._sent: list[str] = []
-        self._open_call = 0
-        self._mute = False
+        self._blank = ""
+        self._has_text = False
+        self._at = 0
+        self._mute = self._unordered = False
         self._begun = False
+        self._prompt: Any = None
+        self._fault: str | None = None
 
     @property
     def finish_reason(self) -> str | None:
         """The finish reason, None as long as there was none: a stream that ends so was cut."""
         reason = self._choice.get("finish_reason")
-        return reason if isinstance(reason, str) else None
+        return reason if isinstance(reason, str) and reason else None
 
     def feed(self, chunk: Any) -> list[Delta]:
         """Take one chunk in; the deltas that it adds, maybe none. Raises `BadChatReply` for what is no chunk."""
         if not isinstance(chunk, dict):
             raise BadChatReply("a chunk is not an object")
         top = self._top
+        self._same_prompt(chunk.get("prompt_token_ids"))
         for name, value in chunk.items():
             if value is not None and name not in _TOLD_ELSEWHERE and (name not in _FIRST or not top.get(name)):
                 top[name] = value
@@ -78,8 +84,29 @@ class ChatStreamReader:
             choice["logprobs"] = dict(self._logprobs)
         return {**self._top, "object": "chat.completion", "choices": [choice]}
 
+    def reply(self, *, keep_logprobs: bool = False) -> ChatReply:
+        """The completion as a plain reply is read, with the order in which it was said, and with a fault where chunks
+        contradict one another. Raises as `result`."""
+        return read_chat_object(self.result(), keep_logprobs=keep_logprobs, order=self._order(), fault=self._fault)
+
+    def _order(self) -> tuple[Said, ...]:
+        ranks = [_RANK[each.kind] for each in self._line]
+        if self._unordered or ranks == sorted(ranks):
+            return ()
+        return tuple((each.kind, each.text.whole() if isinstance(each, _Piece) else "") for each in self._line)
+
+    def _same_prompt(self, ids: Any) -> None:
+        if not ids:
+            return
+        if self._prompt is None:
+            self._prompt = ids
+        elif ids != self._prompt:
+            self._fault = self._fault or "no_token_ids: the prompt ids of two chunks differ"
+
     def _take_choice(self, choice: Mapping[str, Any]) -> list[Delta]:
         self._begun = True
+        self._same_prompt(choice.get("prompt_token_ids"))
+        ended = self.finish_reason
         for name, value in choice.items():
             if value is None or name in ("delta", "index", "message"):
                 continue
@@ -92,72 +119,93 @@ class ChatStreamReader:
             elif name not in _FIRST or not self._choice.get(name):
                 self._choice[name] = value
         delta = choice.get("delta") or choice.get("message")
-        return self._take_delta(delta) if isinstance(delta, dict) else []
+        if not isinstance(delta, dict):
+            delta = {}
+        if ended:
+            self._no_more_than(ended, delta, choice)
+        return self._take_delta(delta)
+
+    def _no_more_than(self, ended: str, delta: Mapping[str, Any], choice: Mapping[str, Any]) -> None:
+        more = choice.get("token_ids") or any(delta.get(name) for name in _READ if name != "role")
+        if more or self.finish_reason != ended:
+            self._fault = self._fault or f"no_token_ids: the reply went on after its finish reason {ended!r}"
 
     def _take_delta(self, delta: Mapping[str, Any]) -> list[Delta]:
         if len(delta) == 1 and "content" in delta:  # what most chunks are
-            return self._take_content(delta["content"])
-        deltas: list[Delta] = []
-        deltas += self._take_thought(delta)
-        deltas += self._take_content(delta.get("content"))
+            self._take_content(delta["content"])
+            return self._news()
+        self._take_thought(delta)
+        self._take_content(delta.get("content"))
         if isinstance(delta.get("refusal"), str):
             self._text("refusal").add(delta["refusal"])
-            self._mute = self._mute or bool(delta["refusal"])  # it shares an item with the text, and its place
+            if delta["refusal"]:
+                self._mute = self._unordered = True  # it shares an item with the text, and its place
         pieces = delta.get("tool_calls")
         for piece in pieces if isinstance(pieces, list) else ():
             if isinstance(piece, dict):
                 self._take_call(piece)
-        if pieces:
-            deltas += self._calls_said()
         if isinstance(delta.get("role"), str):
             self._message["role"] = delta["role"]
         for name, value in delta.items():
             if name not in _READ and value is not None:
-                self._mute = self._mute or (name in ("function_call", "thinking_blocks") and not self._sent)
+                if name in ("function_call", "thinking_blocks"):
+                    self._unordered = True
+                    self._mute = self._mute or not self._line
                 self._message[name] = _joined(self._message[name], value) if name in self._message else value
-        return deltas
+        return self._news()
 
-    def _take_thought(self, delta: Mapping[str, Any]) -> list[Delta]:
+    def _take_thought(self, delta: Mapping[str, Any]) -> None:
         """The thought, which some engines send under both of its names; the first name seen is the one emitted."""
-        deltas: list[Delta] = []
         for name in _THOUGHTS:
             piece = delta.get(name)
             if not isinstance(piece, str) or not piece:
                 continue
-            said = self._text(name).add(piece)
-            if next(iter(self._thought_names())) != name or not said:
-                continue
-            if self._mute or any(kind != "reasoning" for kind in self._sent):
-                self._mute = True
-                continue
-            deltas.append(ReasoningDelta(self._place("reasoning"), said))
-        return deltas
+            self._text(name).add(piece)
+            if next(each for each in self._texts if each in _THOUGHTS) == name:
+                self._say("reasoning", piece)
 
-    def _thought_names(self) -> list[str]:
-        return [name for name in self._texts if name in _THOUGHTS]
-
-    def _take_content(self, content: Any) -> list[Delta]:
+    def _take_content(self, content: Any) -> None:
         if isinstance(content, list):  # parts, as some providers stream thoughts: kept, not emitted
             self._parts += content
-            self._mute = True
+            self._mute = self._unordered = True
         if not isinstance(content, str):
-            return []
-        if self._calls:  # a parser's white space between calls is dropped, as plain replies do
-            self._late.add(content)
-            self._mute = self._mute or (not content.isspace() and content != "")
-            return []
-        said = self._text("content").add(content)
-        return [] if self._mute or not said else [TextDelta(self._place("message"), said)]
+            return
+        self._has_text = self._has_text or not self._calls
+        if self._line and isinstance(self._line[-1], _Call):  # a parser's white space between calls is no text
+            self._blank += content
+            content = "" if self._blank.isspace() else self._blank
+        if content:
+            self._say("message", content)
+
+    def _say(self, kind: str, text: str) -> None:
+        last = self._line[-1] if self._line else None
+        if not isinstance(last, _Piece) or last.kind != kind:
+            self._end(last)
+            last = _Piece(kind)
+            self._line.append(last)
+        last.unsent += last.text.add(text)
+
+    def _end(self, last: _Piece | _Call | None) -> None:
+        """Something else begins: nothing more comes of what stood last, the other half of a character neither."""
+        self._blank = ""
+        if isinstance(last, _Piece):
+            last.unsent += last.text.end()
 
     def _take_call(self, piece: Mapping[str, Any]) -> None:
         """Put a piece into the call that it belongs to; a piece of a call that was left already silences the rest."""
         call = self._call_of(piece)
         if call is None:
-            call = _Call(piece.get("index"), _given_id(piece))
+            call_id = _given_id(piece)
+            call = _Call(piece.get("index"), call_id, call_id or f"call_{self._call_id}_{len(self._calls)}")
+            self._end(self._line[-1] if self._line else None)
             self._calls.append(call)
+            self._line.append(call)
         elif not call.id:
             call.id = _given_id(piece)
+            call.said_id = call.said_id if call.begun else call.id or call.said_id
         function = piece.get("function")
+        if call.repeated(function):
+            return
         if isinstance(function, dict):
             name = function.get("name")
             if isinstance(name, str) and name != call.name:
@@ -165,7 +213,7 @@ class ChatStreamReader:
                 call.name += name
             said = call.arguments.add(argument_text(function.get("arguments")))
             call.unsent += said
-            left = any(call is each for each in self._calls[: self._open_call])
+            left = any(call is each for each in self._line[: self._at])
             self._mute = self._mute or (left and said != "")
         rest = {k: v for k, v in piece.items() if k not in ("index", "id", "function") and v is not None}
         call.rest.update(rest)
@@ -181,36 +229,25 @@ class ChatStreamReader:
         here = [call for call in self._calls if index is None or call.index == index]
         if not here:
             return None
-        if call_id and here[-1].id:
-            return next((call for call in reversed(here) if call.id == call_id), None)
         function = piece.get("function")
+        if call_id and here[-1].id:
+            known = next((call for call in reversed(here) if call.id == call_id), None)
+            return None if known is not None and known.other(function) else known
         named = isinstance(function, dict) and bool(function.get("name"))
         return None if named and here[-1].name and here[-1].complete() else here[-1]
 
-    def _calls_said(self) -> list[Delta]:
-        """What is new of the open call, and of those after it where it is complete: engines may interleave calls."""
+    def _news(self) -> list[Delta]:
+        """What is new of the open item, and of those after it where it is complete: engines may interleave calls."""
         deltas: list[Delta] = []
-        while not self._mute and self._open_call < len(self._calls):
-            place, call = self._open_call, self._calls[self._open_call]
-            if not call.name:
+        while not self._mute and self._at < len(self._line):
+            item = self._line[self._at]
+            if isinstance(item, _Call) and not item.name:
                 break
-            if not call.begun:
-                self._sent.append("function_call")
-                call.begun, call.at = True, len(self._sent) - 1
-                call_id = call.id or f"call_{self._call_id}_{place}"
-                deltas.append(ToolCallDelta(call.at, call.unsent, call.name, call_id))
-            elif call.unsent:
-                deltas.append(ToolCallDelta(call.at, call.unsent))
-            call.unsent = ""
-            if place + 1 == len(self._calls) or not call.complete():
+            deltas += item.news(self._at)
+            if self._at + 1 == len(self._line) or not item.complete():
                 break
-            self._open_call += 1
+            self._at += 1
         return deltas
-
-    def _place(self, kind: str) -> int:
-        if kind not in self._sent:
-            self._sent.append(kind)
-        return self._sent.index(kind)
 
     def _text(self, name: str) -> _Text:
         text = self._texts.get(name)
@@ -221,9 +258,9 @@ class ChatStreamReader:
     def _whole_message(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None, **self._message}
         message.update({name: text.whole() for name, text in self._texts.items()})
-        late = self._late.whole()
-        if late.strip():
-            message["content"] = (message["content"] or "") + late
+        texts = [each.text.whole() for each in self._line if each.kind == "message" and isinstance(each, _Piece)]
+        if texts or self._has_text:
+            message["content"] = "".join(texts)
         if self._parts:
             text = [{"type": "text", "text": message["content"]}] if message["content"] else []
             message["content"] = text + self._parts
@@ -249,26 +286,76 @@ class _Text:
             self.pieces.append(piece)
         return piece
 
+    def end(self) -> str:
+        """What waited for its other half, which does not come any more."""
+        held, self.held = self.held, ""
+        if held:
+            self.pieces.append(held)
+        return held
+
     def whole(self) -> str:
         """All of it."""
         return "".join(self.pieces) + self.held
 
 
 @dataclass(slots=True)
+class _Piece:
+    """A run of text or of thought, ended when anything else begins; `unsent` is what no delta carried yet."""
+
+    kind: str
+    text: _Text = field(default_factory=_Text)
+    unsent: str = ""
+
+    def news(self, at: int) -> list[Delta]:
+        said, self.unsent = self.unsent, ""
+        delta = TextDelta if self.kind == "message" else ReasoningDelta
+        return [delta(at, said)] if said else []
+
+    def complete(self) -> bool:
+        return True  # asked only where something else has begun
+
+
+@dataclass(slots=True)
 class _Call:
-    """One tool call in the making; `unsent` are arguments that no delta carried yet, `at` is its item's place."""
+    """One tool call in the making; `unsent` are arguments that no delta carried yet, `said_id` the id to tell."""
+
+    kind = "function_call"
 
     index: Any
     id: str
+    said_id: str
     name: str = ""
     arguments: _Text = field(default_factory=_Text)
     unsent: str = ""
     begun: bool = False
-    at: int = 0
     seen: int = 0
     parsed: int = 0
     is_whole: bool = False
     rest: dict[str, Any] = field(default_factory=dict)
+
+    def news(self, at: int) -> list[Delta]:
+        said, self.unsent = self.unsent, ""
+        if not self.begun:
+            self.begun = True
+            return [ToolCallDelta(at, said, self.name, self.said_id)]
+        return [ToolCallDelta(at, said)] if said else []
+
+    def repeated(self, function: Any) -> bool:
+        """Whether `function` says the whole call once more, as some engines do at the end; that adds nothing."""
+        return self._again(function) == self.arguments.whole()
+
+    def other(self, function: Any) -> bool:
+        """Whether `function` is another whole call, although it has the id of this one, which is complete."""
+        return self._again(function) not in (None, self.arguments.whole())
+
+    def _again(self, function: Any) -> str | None:
+        """The arguments of a piece that has the name of this complete call and an object of its own; else None."""
+        if not isinstance(function, dict) or not self.name or function.get("name") != self.name:
+            return None
+        arguments = argument_text(function.get("arguments"))
+        if not (arguments.lstrip().startswith("{") and arguments.rstrip().endswith("}")):
+            return None
+        return arguments if self.complete() or self.complete() else None  # the second time what grew is parsed for sure
 
     def complete(self) -> bool:
         """Whether its arguments are a whole JSON object, after which no engine sends more of them.
@@ -290,7 +377,7 @@ class _Call:
     def whole(self) -> dict[str, Any]:
         """The call as a plain reply has it."""
         function = {"name": self.name, "arguments": self.arguments.whole()}
-        return {"id": self.id or None, "type": "function", "function": function, **self.rest}
+        return {"id": self.said_id, "type": "function", "function": function, **self.rest}
 
 
 def _given_id(piece: Mapping[str, Any]) -> str:

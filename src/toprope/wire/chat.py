@@ -2,7 +2,8 @@
 
 A reply is decoded once, typed: token ids and logprobs go straight into arrays (60 KB with 4,300 ids: 0.2 ms, a
 quarter of what a general parse with conversion takes). What the strict decoder refuses (a bare `NaN`, a lone
-surrogate, an id list with holes) is read again leniently, so that the agent keeps its text and the fault is named.
+surrogate, an id list with holes, a count that is none) is read again leniently, so that the agent keeps its text and
+the fault is named.
 Left to others: what messages mean (`toprope.dialects`), whether ids may be trained on (`toprope.tokens`).
 """
 
@@ -13,14 +14,31 @@ import math
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from toprope.canonical.json import NotJson, check_finite
-from toprope.wire.responses import TOKEN_FIELDS, Usage
+from toprope.wire.responses import TOKEN_FIELDS, FinishReason, Usage
+
+Said: TypeAlias = tuple[str, str]
+"""An output item as a stream said it: its kind, and its text where that is a thought or a message's."""
+
+FINISH_REASONS: Mapping[str | None, FinishReason] = {
+    "stop": "stop",
+    "eos": "stop",
+    "eos_token": "stop",
+    "stop_sequence": "stop",
+    "length": "length",
+    "max_tokens": "length",
+    "model_length": "length",
+    "tool_calls": "tool_calls",
+    "function_call": "tool_calls",
+    "content_filter": "content_filter",
+}
+"""What engines say of an end that is known, in our words."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
@@ -35,7 +53,9 @@ class ChatReply:
 
     `message` and `logprobs` are the wire's objects (`logprobs` only when asked for). Shapes: `prompt_ids` (P,) and
     `token_ids` (G,) uint32, `log_probs` (L,) float64 in nats with NaN for a missing or unreadable value, each None
-    where the reply does not have it. `token_fault` names a list that could not be read at all.
+    where the reply does not have it. `order` is what a stream said in another order than `message` can hold; empty for
+    thought, text, calls. `token_fault` says why the ids are not to be trusted: a list or a count that cannot be read,
+    ids that are told twice and differ, no finish reason that is known.
     """
 
     message: dict[str, Any]
@@ -50,6 +70,7 @@ class ChatReply:
     logprobs: Mapping[str, Any] | None
     extra: Mapping[str, Any]
     token_fault: str | None = None
+    order: tuple[Said, ...] = ()
 
 
 class _TokenLogprob(msgspec.Struct, gc=False):  # hundreds a reply, which would wake the collector every other reply
@@ -60,17 +81,21 @@ class _Logprobs(msgspec.Struct):
     content: list[_TokenLogprob] | None = None
 
 
+_MOST = 1 << 53  # beyond it a count is not the same number in every reader of JSON
+_Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+
+
 class _PromptDetails(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class _CompletionDetails(msgspec.Struct):
-    reasoning_tokens: int | None = None
+    reasoning_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
+    prompt_tokens: _Count | None = None
+    completion_tokens: _Count | None = None
     prompt_tokens_details: _PromptDetails | None = None
     completion_tokens_details: _CompletionDetails | None = None
 
@@ -123,6 +148,7 @@ def read_chat_reply(data: bytes, *, keep_logprobs: bool = False) -> ChatReply:
     if choice.logprobs is not None and choice.logprobs.content is not None:
         log_probs = np.array([entry.logprob for entry in choice.logprobs.content], dtype=np.float64)
     parts = _from_message(choice.message) if token_ids is None else None
+    fault = _contradiction(reply.prompt_token_ids, choice.prompt_token_ids, choice.token_ids, choice.message)
     return ChatReply(
         message=choice.message,
         finish_reason=choice.finish_reason,
@@ -139,7 +165,7 @@ def read_chat_reply(data: bytes, *, keep_logprobs: bool = False) -> ChatReply:
             service_tier=reply.service_tier,
             stop_sequence=_stop_string(choice.finish_reason, choice.stop_reason),
         ),
-        token_fault=parts.fault if parts else None,
+        token_fault=(parts.fault if parts else None) or fault or _endless(choice.finish_reason),
     )
 
 
@@ -152,8 +178,11 @@ def _read_leniently(data: bytes, keep_logprobs: bool) -> ChatReply:
     return read_chat_object(body, keep_logprobs=keep_logprobs)
 
 
-def read_chat_object(body: Any, *, keep_logprobs: bool = False) -> ChatReply:
-    """`read_chat_reply` for a completion that is parsed already, as one put together from a stream is."""
+def read_chat_object(
+    body: Any, *, keep_logprobs: bool = False, order: tuple[Said, ...] = (), fault: str | None = None
+) -> ChatReply:
+    """`read_chat_reply` for a completion that is parsed already, as one put together from a stream is, with the order
+    in which that said it and the fault that its reader found."""
     choices = body.get("choices") if isinstance(body, dict) else None
     if not isinstance(choices, list):
         raise BadChatReply("an object with `choices` is expected")
@@ -167,13 +196,18 @@ def read_chat_object(body: Any, *, keep_logprobs: bool = False) -> ChatReply:
     parts = _lenient_tokens(prompt, choice.get("token_ids"), content)
     if parts.generation is None and parts.fault is None:
         parts = _from_message(message) or parts
+    usage, uncounted = _lenient_usage(body.get("usage"))
+    finish_reason = _text(choice.get("finish_reason"))
+    fault = fault or _contradiction(
+        body.get("prompt_token_ids"), choice.get("prompt_token_ids"), choice.get("token_ids"), message
+    )
     return ChatReply(
         message=_finite_or_null({k: v for k, v in message.items() if k not in TOKEN_FIELDS}),
-        finish_reason=_text(choice.get("finish_reason")),
+        finish_reason=finish_reason,
         id=_text(body.get("id")),
         model=_text(body.get("model")),
         created=_count(body.get("created")),
-        usage=_lenient_usage(body.get("usage")),
+        usage=usage,
         prompt_ids=parts.prompt,
         token_ids=parts.generation,
         log_probs=parts.log_probs,
@@ -183,7 +217,8 @@ def read_chat_object(body: Any, *, keep_logprobs: bool = False) -> ChatReply:
             service_tier=body.get("service_tier"),
             stop_sequence=_stop_string(choice.get("finish_reason"), choice.get("stop_reason")),
         ),
-        token_fault=parts.fault,
+        token_fault=parts.fault or fault or uncounted or _endless(finish_reason),
+        order=order,
     )
 
 
@@ -207,9 +242,32 @@ def _from_message(message: Mapping[str, Any]) -> _Tokens | None:
 
 def _lenient_tokens(prompt: Any, generation: Any, content: Any) -> _Tokens:
     try:
+        for ids in (prompt, generation):
+            if isinstance(ids, list) and bool in set(map(type, ids)):
+                raise TypeError("true or false stands among them")
         return _Tokens(_ids(prompt), _ids(generation), _lenient_log_probs(content))
     except (TypeError, OverflowError, ValueError) as error:
         return _Tokens(None, None, None, f"no_token_ids: a list of token ids cannot be read ({error})")
+
+
+def _contradiction(prompt: Any, of_choice: Any, token_ids: Any, message: Mapping[str, Any]) -> str | None:
+    """The fault of a reply that tells its ids in two places, and not the same ones."""
+    prompts = [ids for ids in (prompt, of_choice, message.get("prompt_token_ids")) if ids]
+    if len(prompts) > 1 and any(ids != prompts[0] for ids in prompts[1:]):
+        return "no_token_ids: the prompt ids are told twice and differ"
+    told = message.get("generation_token_ids")
+    if told is not None and token_ids is not None and told != token_ids:
+        return "no_token_ids: the generated ids are told twice and differ"
+    return None
+
+
+def _endless(finish_reason: str | None) -> str | None:
+    """The fault of a reply of which nobody knows whether it was cut."""
+    if finish_reason in FINISH_REASONS:
+        return None
+    if not finish_reason:
+        return "no_token_ids: the reply has no finish reason, so that it may have been cut"
+    return f"no_token_ids: finish reason {finish_reason[:40]!r} is not known, so that the reply may have been cut"
 
 
 def _lenient_log_probs(content: Any) -> NDArray[np.float64] | None:
@@ -271,11 +329,41 @@ def _usage(usage: _Usage | None) -> Usage:
     )
 
 
-def _lenient_usage(value: Any) -> Usage:
-    try:
-        return _usage(msgspec.convert(value, _Usage | None))
-    except (msgspec.ValidationError, RecursionError):
-        return Usage()
+def _lenient_usage(value: Any) -> tuple[Usage, str | None]:
+    """The counts that can be read, and the fault of those that cannot: what they would contradict is unknown."""
+    if value is None:
+        return Usage(), None
+    if not isinstance(value, dict):
+        return Usage(), "length_mismatch: usage is not an object"
+    faults: list[str] = []
+
+    def count(name: str) -> int | None:
+        told = value.get(name)
+        found = _lenient_count(told)
+        if found is None and told is not None:
+            faults.append(f"length_mismatch: usage.{name} is no count")
+        return found
+
+    def detail(name: str, kind: str) -> int | None:
+        details = value.get(name)
+        return _lenient_count(details.get(kind)) if isinstance(details, dict) else None
+
+    usage = Usage(
+        count("prompt_tokens"),
+        count("completion_tokens"),
+        detail("prompt_tokens_details", "cached_tokens"),
+        detail("completion_tokens_details", "reasoning_tokens"),
+    )
+    return usage, faults[0] if faults else None
+
+
+def _lenient_count(value: Any) -> int | None:
+    """A count, also one spelled `9.0` or `"9"`, None for anything else."""
+    if isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 19:
+        return int(value)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST else None
 
 
 def _stop_string(finish_reason: Any, stop_reason: Any) -> str | None:

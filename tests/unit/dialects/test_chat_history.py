@@ -152,3 +152,15 @@ def test_a_second_crossing_changes_nothing(messages):
     once, _ = messages_from_items(items_from_messages(messages))
     items = items_from_messages(once)
     assert messages_from_items(items)[0] == once
+
+
+def test_text_after_a_call_goes_before_it_so_that_nothing_parts_a_call_from_its_result():
+    def said(text):
+        return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+    call = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "3"}
+    for items, text in (((call, said("late"), result), "late"), ((said("a "), call, said("late"), result), "a late")):
+        messages, _ = messages_from_items(items)
+        assert [message["role"] for message in messages] == ["assistant", "tool"]
+        assert messages[0]["content"] == text

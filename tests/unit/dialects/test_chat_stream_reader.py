@@ -14,7 +14,7 @@ from toprope.dialects.chat_stream_reader import ChatStreamReader
 from toprope.dialects.deltas import ReasoningDelta, TextDelta, ToolCallDelta
 from toprope.dialects.pivot import PivotReply, with_item_ids
 from toprope.dialects.responses import request_from_responses
-from toprope.dialects.stream import StreamContradiction, open_stream
+from toprope.dialects.stream import open_stream
 from toprope.wire.chat import BadChatReply, read_chat_object, read_chat_reply
 from toprope.wire.responses import Usage
 
@@ -188,13 +188,89 @@ def test_a_parsers_white_space_after_a_call_is_no_text():
     assert completion["choices"][0]["message"]["content"] is None
 
 
-def test_text_after_a_call_is_in_the_reply_and_a_stream_that_cannot_say_it_is_cut():
-    deltas, completion = _read(_chunk({"tool_calls": [_call(0, "{}", id="c1", name="f")]}), _chunk({"content": "late"}))
-    assert completion["choices"][0]["message"]["content"] == "late"
-    assert b"late" in _relayed("chat", deltas, completion)
-    for dialect in ("responses", "messages"):
-        with pytest.raises(StreamContradiction):
+ADD = _call(0, '{"a":1}', id="c1", name="add")
+MUL = _call(1, '{"a":2}', id="c2", name="mul")
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    ("deltas", "kinds"),
+    [
+        ([{"tool_calls": [ADD]}, {"content": "la"}, {"content": "te"}], ["function_call", "message"]),
+        ([{"content": "t"}, {"tool_calls": [ADD]}, {"content": "late"}], ["message", "function_call", "message"]),
+        ([{"tool_calls": [ADD]}, {"content": "late"}, {"tool_calls": [MUL]}],
+         ["function_call", "message", "function_call"]),
+        ([{"content": "late"}, {"reasoning": "hm"}], ["message", "reasoning"]),
+        ([{"reasoning": "hm"}, {"content": "late"}, {"reasoning": "so"}, {"content": "t"}],
+         ["reasoning", "message", "reasoning", "message"]),
+        ([{"tool_calls": [ADD]}, {"reasoning": "hm"}, {"content": "late"}], ["function_call", "reasoning", "message"]),
+        ([{"tool_calls": [_call(0, '{"a"', id="c1", name="add")]}, {"content": "late"},
+          {"tool_calls": [_call(0, ":1}")]}], ["function_call", "message"]),
+        ([{"tool_calls": [_call(0, "", id="c1", name="add")]}, {"content": "late"}], ["function_call", "message"]),
+    ],
+    ids=["text last", "text round a call", "text between calls", "a thought last", "thoughts between", "all late",
+         "inside a call", "after a call without arguments"],
+)  # fmt: skip
+def test_what_comes_out_of_the_usual_order_is_delivered_and_keeps_it(dialect, deltas, kinds):
+    reader = ChatStreamReader("r1")
+    said = [each for delta in deltas for each in reader.feed(_chunk(delta))]
+    reader.feed(_chunk({}, finish_reason="stop"))
+    reply = reader.reply()
+    order = () if dialect == "chat" else reply.order
+    items = with_item_ids(output_from_chat(reply.message, "r1", order), "r1")
+    if dialect != "chat":
+        assert [item["type"] for item in items] == kinds
+    writer = open_stream(dialect, REQUEST, reply_id="r1", model="m", created=1)
+    end = PivotReply(items, "stop", "m", Usage(1, 1), "r1", 1)
+    text = b"".join([writer.open(), *map(writer.delta, said), writer.finish(end)]).decode()
+    assert reply.token_fault is None
+    for piece in (delta[name] for delta in deltas for name in ("reasoning", "content") if name in delta):
+        assert piece in text
+    assert "".join(each["content"][0]["text"] for each in items if each["type"] == "message") == "".join(
+        delta["content"] for delta in deltas if "content" in delta
+    )
+
+
+def test_text_after_a_call_leaves_before_the_finish():
+    deltas, _ = _read(_chunk({"tool_calls": [ADD]}), _chunk({"content": "\nla"}), _chunk({"content": " te"}))
+    assert deltas[1:] == [TextDelta(1, "\nla"), TextDelta(1, " te")]
+
+
+def test_half_a_character_that_ends_a_text_is_said_before_what_comes_next():
+    for first in ("content", "reasoning"):
+        for dialect in DIALECTS:
+            deltas, completion = _read(_chunk({first: "a\ud83d"}), _chunk({"tool_calls": [ADD]}))
+            assert "".join(delta.text for delta in deltas[:-1]) == "a\ud83d"
+            assert deltas[-1] == ToolCallDelta(1, '{"a":1}', "add", "c1")
+            assert b"ud83d" in _relayed(dialect, deltas, completion)
+
+
+def test_a_whole_call_said_once_more_is_one_call_and_another_under_its_id_is_another():
+    pieces = [_call(0, piece, id="c1", name="add") for piece in ("{", '"a"', ":", "1", ", ", '"b":2', "}")]
+    whole = _call(0, '{"a":1, "b":2}', id="c1", name="add")
+    for chunks in ([*pieces, whole], [whole, whole], [whole, whole, whole]):
+        deltas, completion = _read(*(_chunk({"tool_calls": [piece]}) for piece in chunks))
+        assert [c["function"]["arguments"] for c in completion["choices"][0]["message"]["tool_calls"]] == [
+            '{"a":1, "b":2}'
+        ]
+        for dialect in DIALECTS:
             _relayed(dialect, deltas, completion)
+    other = _call(0, '{"a":2}', id="c1", name="add")
+    deltas, completion = _read(_chunk({"tool_calls": [whole]}), _chunk({"tool_calls": [other]}))
+    assert [c["function"]["arguments"] for c in completion["choices"][0]["message"]["tool_calls"]] == [
+        '{"a":1, "b":2}',
+        '{"a":2}',
+    ]
+    for dialect in DIALECTS:
+        _relayed(dialect, deltas, completion)
+
+
+def test_an_id_that_comes_after_the_call_was_told_does_not_rename_it():
+    deltas, completion = _read(
+        _chunk({"tool_calls": [_call(0, "{", name="f")]}), _chunk({"tool_calls": [_call(0, "}", id="c9")]})
+    )
+    for dialect in DIALECTS:
+        assert _items(completion)[0]["call_id"].encode() in _relayed(dialect, deltas, completion)
 
 
 def test_a_refusal_is_whole_at_the_end():
@@ -224,10 +300,42 @@ def test_a_whole_message_in_place_of_a_delta_is_read():
     assert completion["choices"][0]["message"]["content"] == "a"
 
 
-def test_a_stream_without_a_finish_reason_says_so():
+@pytest.mark.parametrize("told", [None, ""])
+def test_a_stream_without_a_finish_reason_says_so(told):
     reader = ChatStreamReader("r1")
-    reader.feed(_chunk({"content": "a"}))
+    reader.feed(_chunk({"content": "a"}, finish_reason=told))
     assert reader.finish_reason is None
+    assert "no finish reason" in reader.reply().token_fault
+
+
+STOP = _chunk({}, finish_reason="stop", token_ids=[2])
+
+
+@pytest.mark.promise("MS-7")
+@pytest.mark.parametrize(
+    ("chunks", "fault"),
+    [
+        ([STOP, _chunk({}, finish_reason="stop")], None),
+        ([STOP, _chunk({"role": "assistant", "content": "", "tool_calls": []}, token_ids=[])], None),
+        ([STOP, _chunk({"content": "LATE"})], "went on after its finish reason 'stop'"),
+        ([STOP, _chunk({"tool_calls": [ADD]})], "went on after"),
+        ([STOP, _chunk({}, token_ids=[7])], "went on after"),
+        ([STOP, _chunk({}, finish_reason="length")], "went on after"),
+        ([{**STOP, "prompt_token_ids": [1, 2]}, {"choices": [], "prompt_token_ids": [1, 2]}], None),
+        ([{**_chunk({"content": "a"}), "prompt_token_ids": [1, 2]}, {**STOP, "prompt_token_ids": [9]}], "prompt ids"),
+        ([_chunk({"content": "a"}, prompt_token_ids=[1, 2]), {**STOP, "prompt_token_ids": [9]}], "prompt ids"),
+        ([_chunk({"content": "a"}, prompt_token_ids=[1]), _chunk({}, finish_reason="stop", prompt_token_ids=[9])],
+         "prompt ids"),
+    ],
+    ids=["stop twice", "an empty chunk after it", "text after it", "a call after it", "ids after it", "another finish",
+         "prompt ids again", "other prompt ids", "other ones at the choice", "both at the choice"],
+)  # fmt: skip
+def test_chunks_that_contradict_one_another_are_a_fault_and_the_text_stays(chunks, fault):
+    reader = ChatStreamReader("r1")
+    for chunk in chunks:
+        reader.feed(chunk)
+    found = reader.reply().token_fault
+    assert found is None if fault is None else fault in found
 
 
 @pytest.mark.parametrize("chunk", [None, 3, [], {"choices": 3}, {"choices": ["x"]}, {"choices": [{"index": 1}]}])

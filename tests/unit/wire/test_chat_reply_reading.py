@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from toprope.testing.upstream import completion
-from toprope.wire.chat import BadChatReply, read_chat_reply
+from toprope.wire.chat import BadChatReply, read_chat_object, read_chat_reply
 from toprope.wire.responses import Usage
 
 
@@ -89,6 +89,87 @@ def test_what_is_no_completion_is_said_to_be_none(body):
         read_chat_reply(body)
 
 
-def test_odd_usage_is_unknown_and_never_zero():
-    assert read_chat_reply(completion(usage={"prompt_tokens": "7"}).body).usage == Usage(None, None)
+@pytest.mark.promise("MS-7")
+@pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens"])
+@pytest.mark.parametrize("odd", ["x", True, -2, 1.5, [], {}, 1 << 70, "1" * 30, "\u0665"])
+def test_a_count_that_cannot_be_read_is_unknown_and_a_fault_and_costs_no_other(name, odd):
+    counts = {"prompt_tokens": 1, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
+    reply = read_chat_reply(
+        completion(prompt_token_ids=[1], token_ids=[5, 6], log_probs=[-0.1] * 2, usage={**counts, name: odd}).body
+    )
+    told = {"prompt_tokens": 1, "completion_tokens": 2, name: None}
+    assert reply.usage == Usage(told["prompt_tokens"], told["completion_tokens"], 1)
+    assert reply.token_fault == f"length_mismatch: usage.{name} is no count"
+
+
+@pytest.mark.parametrize("spelled", ["9", 9.0])
+def test_a_count_of_another_spelling_is_that_count(spelled):
+    reply = read_chat_reply(completion(usage={"prompt_tokens": spelled, "completion_tokens": spelled}).body)
+    assert (reply.usage, reply.token_fault) == (Usage(9, 9), None)
+
+
+def test_no_usage_is_unknown_and_never_zero():
     assert read_chat_reply(completion().body).usage == Usage(None, None)
+    assert read_chat_object({**json.loads(completion().body), "usage": None}).token_fault is None
+    assert read_chat_reply(completion(usage=[]).body).token_fault == "length_mismatch: usage is not an object"
+
+
+IDS = {"prompt_token_ids": [1, 2], "token_ids": [5, 6], "log_probs": [-0.1, -0.2]}
+
+
+@pytest.mark.promise("MS-7")
+@pytest.mark.parametrize(
+    ("of_choice", "of_message", "fault"),
+    [
+        ({"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [1, 2], "generation_token_ids": [5, 6]}, None),
+        ({"prompt_token_ids": [9]}, {}, "prompt ids"),
+        ({}, {"prompt_token_ids": [9]}, "prompt ids"),
+        ({}, {"generation_token_ids": [5]}, "generated ids"),
+        ({"token_ids": None}, {"prompt_token_ids": [9], "generation_token_ids": [5]}, "prompt ids"),
+        ({"token_ids": [True, False]}, {}, "true or false"),
+        ({"prompt_token_ids": [True, 2]}, {}, "true or false"),
+    ],
+    ids=["alike", "choice", "message's prompt", "message's generation", "a whole triple", "booleans", "in a prompt"],
+)
+@pytest.mark.parametrize("parsed", [False, True], ids=["read", "parsed already"])
+def test_ids_that_are_told_twice_and_differ_are_a_fault(of_choice, of_message, fault, parsed):
+    body = json.loads(completion(**IDS).body)
+    body["choices"][0].update(of_choice)
+    body["choices"][0]["message"].update(of_message)
+    if fault == "true or false" and "prompt_token_ids" in of_choice:
+        del body["prompt_token_ids"]
+    reply = read_chat_object(body) if parsed else read_chat_reply(json.dumps(body).encode())
+    assert reply.token_fault is None if fault is None else fault in reply.token_fault
+    assert reply.message["content"] == "hello"
+
+
+def test_prompt_ids_at_the_choice_are_prompt_ids():
+    body = json.loads(completion(**IDS).body)
+    body["choices"][0]["prompt_token_ids"] = body.pop("prompt_token_ids")
+    for reply in (read_chat_reply(json.dumps(body).encode()), read_chat_object(body)):
+        assert reply.prompt_ids.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("told", "fault"),
+    [
+        (None, "no finish reason"),
+        ("", "no finish reason"),
+        ("banana", "'banana' is not known"),
+        ("stop", None),
+        ("length", None),
+        ("tool_calls", None),
+    ],
+)
+def test_an_end_that_nobody_knows_is_a_fault(told, fault):
+    for extra in ({}, {"usage": {"prompt_tokens": 2.0, "completion_tokens": 2}}):  # the fast road and the slow one
+        found = read_chat_reply(completion(**IDS, finish_reason=told, **extra).body).token_fault
+        assert found is None if fault is None else fault in found
+
+
+@pytest.mark.parametrize(("finish", "met"), [("stop", "END"), ("length", None), (None, None)])
+def test_a_stop_string_is_told_only_of_a_reply_that_stopped(finish, met):
+    body = json.loads(completion(**IDS, finish_reason=finish).body)
+    body["choices"][0]["stop_reason"] = "END"
+    for reply in (read_chat_reply(json.dumps(body).encode()), read_chat_object(body)):
+        assert reply.extra.get("stop_sequence") == met

@@ -27,7 +27,7 @@ from toprope.http.peer import MAX_REPLY_BYTES
 from toprope.http.replystream import StreamedReply
 from toprope.servers.model.engines.base import Emit, StreamDied
 from toprope.servers.model.engines.provider_errors import event_error, provider_error
-from toprope.wire.chat import BadChatReply, ChatReply, read_chat_object, read_chat_reply
+from toprope.wire.chat import BadChatReply, ChatReply, read_chat_reply
 from toprope.wire.fields import write_object
 from toprope.wire.sse import SseEvent, SseReader, SseTooLarge
 
@@ -250,7 +250,7 @@ class _Reading:
             reader = ChatStreamReader(call_id)
             if not await self._read_events(reply, reader) and reader.finish_reason is None:
                 raise EngineUnavailable(f"{reply.url}: the stream ended without a finish reason and without [DONE]")
-            return _finished(read_chat_object(reader.result(), keep_logprobs=self._keep_logprobs), reply.url)
+            return _finished(reader.reply(keep_logprobs=self._keep_logprobs), reply.url)
         except (BadChatReply, SseTooLarge) as error:
             raise no_completion(reply.url, error) from error
         except PeerError as error:  # over the limit, or an encoding that cannot be read
