@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,9 @@ from toprope.correlation.context import rollout_context
 from toprope.errors.tree import Conflict
 from toprope.http.cookies import merge_cookies
 from toprope.http.reply import json_reply
+from toprope.sandbox.desk import SandboxDesk
+from toprope.sandbox.plain import PlainDirectory, PlainSandbox
+from toprope.sandbox.spec import SandboxSpec
 from toprope.servers.agent.activations import Activations
 from toprope.servers.agent.agent import Activation, Agent
 
@@ -284,3 +288,65 @@ async def test_an_activation_of_a_session_ends_before_its_server_does(make_house
     gate.open.set()
     await stopping
     assert (await running).json()["output"] == [say("hello")]
+
+
+class Lingers(Agent):
+    """Takes its time to end when it is told to."""
+
+    def __init__(self) -> None:
+        self.entered = asyncio.Event()
+        self.stopped = asyncio.Event()
+        self.go_on = asyncio.Event()
+
+    async def respond(self, activation: Activation) -> dict[str, Any]:
+        self.entered.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.stopped.set()
+            await self.go_on.wait()
+        return {}
+
+
+async def test_a_close_ends_before_its_server_does(make_house: Any) -> None:
+    agent = Lingers()
+    house = await make_house(agent=agent)
+    await house.seed()
+    running = asyncio.create_task(house.activate(ASK))
+    await agent.entered.wait()
+    closing = asyncio.create_task(house.close())
+    await agent.stopped.wait()
+    stopping = asyncio.create_task(house.server.app.stop())
+    while house.server.app.not_ready() is None:  # noqa: ASYNC110  # no event says that a stop began
+        await asyncio.sleep(0)
+    agent.go_on.set()
+    await stopping
+    assert (await closing).json()["outcome"] == "closed"
+    assert (await running).error_info().kind == "cancelled"
+
+
+async def test_a_seed_ends_before_its_server_does(make_house: Any, tmp_path: Path) -> None:
+    asked, go_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(PlainDirectory):
+        async def create(self, spec: SandboxSpec) -> PlainSandbox:
+            asked.set()
+            await go_on.wait()
+            return await super().create(spec)
+
+    class Coder(Agent):
+        sandbox = SandboxSpec()
+
+    desk = SandboxDesk(Slow(tmp_path, name="box"))
+    await desk.open()
+    house = await make_house(agent=Coder(), own_sandbox=desk)
+    seeding = asyncio.create_task(house.seed())
+    await asked.wait()
+    stopping = asyncio.create_task(house.server.app.stop())
+    while house.server.app.not_ready() is None:  # noqa: ASYNC110  # no event says that a stop began
+        await asyncio.sleep(0)
+    go_on.set()
+    await stopping
+    await desk.close()
+    assert (await seeding).status == 200
+    assert len(house.server.sessions) == 0

@@ -532,6 +532,23 @@ async def test_the_provider_handle_is_told_at_once_and_stands_on_result_and_fail
     assert [entry["number"] for entry in listed.json()["sessions"]] == [2, 3, 4, 5, 6]
 
 
+@pytest.mark.promise("ID-6")
+@pytest.mark.parametrize("handle", [7, "", "x" * 513, "a\nb", {"id": "box"}])
+async def test_a_handle_that_nobody_could_look_for_is_left_out_and_costs_nothing(
+    make_house: Any, handle: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    told: list[Any] = []
+    house = await make_house(on_session=told.append)
+
+    async def seed(seen: Any) -> Any:
+        return 200, {"resources_session_id": seen.body["resources_session_id"], "env_session_id": handle}, {}
+
+    house.resources.acts["/seed_session"] = seed
+    assert "env_session_id" not in await house.result()
+    assert [report.env_session_id for report in told] == [None, None]
+    assert "no short printable text" in caplog.text
+
+
 @pytest.mark.promise("EP-18")
 async def test_a_stranger_sees_only_the_fields_it_knows(house: House) -> None:
     house.speaks = False

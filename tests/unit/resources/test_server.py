@@ -443,3 +443,25 @@ async def test_a_seed_ends_before_its_server_does(client: Client) -> None:
     await stopping
     assert (await seeding).status == 200, "a seed is stopped by its owner only: a close, its deadline, the drain bound"
     assert environment.released == [{"n": 1}]
+
+
+async def test_a_close_ends_before_its_server_does(client: Client) -> None:
+    class Slow(Counter):
+        async def release(self, state: Any) -> None:  # type: ignore[override]
+            self.entered.set()
+            await self.gate.wait()
+            self.released.append(state)
+
+    environment = Slow()
+    environment.gate.clear()
+    house = await serve(client, environment)
+    await house.seed()
+    closing = asyncio.create_task(house.close())
+    await environment.entered.wait()
+    stopping = asyncio.create_task(house.server.app.stop())
+    while house.server.app.not_ready() is None:  # noqa: ASYNC110  # no event says that a stop began
+        await asyncio.sleep(0)
+    environment.gate.set()
+    await stopping
+    assert (await closing).json()["outcome"] == "closed"
+    assert environment.released == [{"n": 3}]

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from toprope.protocol.ids import TaskId
+from toprope.results.read import ResultHead
 from toprope.results.rows import (
     FailureRecord,
     RowIdentity,
@@ -148,3 +149,12 @@ VALUES = st.recursive(
 def test_every_value_comes_back_equal(row: dict[str, Any]) -> None:
     row.pop("_ng_lone_surrogates", None)
     assert restore(read(encode_row(row))) == row
+
+
+@pytest.mark.promise("CO-3")
+def test_a_reward_component_that_no_float_can_be_is_no_measure_and_ends_no_summary() -> None:
+    identity = {"_ng_rollout_id": "r", "_ng_attempt_index": 0, "_ng_task_index": 0, "_ng_rollout_index": 0}
+    components = {"large": 10**400, "small": -(10**400), "text": "1", "yes": True, "fine": 2, "half": 0.5}
+    row = {**identity, "_ng_task_id": {"taskset": "t", "task_id": "1"}, "reward": 1, "reward_components": components}
+    head = msgspec.json.decode(json.dumps(row), type=ResultHead)
+    assert head.components() == {"fine": 2.0, "half": 0.5}
