@@ -50,7 +50,10 @@ def write_object(value: Mapping[str, Any]) -> bytes:
 
 def refuse(field: str, value: object, accepted: str) -> BadRequest:
     """The error for a field that holds `value` (shown shortened) where `accepted` is expected."""
-    shown = repr(value)
+    try:
+        shown = repr(value)
+    except (ValueError, RecursionError):  # an integer of thousands of digits, lists in lists in lists
+        shown = f"a {_kind(value)} that is too long to show"
     shown = shown if len(shown) <= 80 else shown[:76] + " ..."
     return BadRequest(f"{field}: {shown} is not accepted; expected {accepted}", status=400)
 
@@ -84,13 +87,16 @@ def int_field(body: Mapping[str, Any], name: str) -> int | None:
 
 
 def number_field(body: Mapping[str, Any], name: str) -> float | None:
-    """A number as float, or None; a bool is refused."""
+    """A number as float, or None; a bool is refused, and an integer that no float can be."""
     value = body.get(name)
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise refuse(name, value, "a number")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise refuse(name, value, "a number below 1.8e308") from None
 
 
 def list_field(body: Mapping[str, Any], name: str) -> list[Any]:

@@ -12,6 +12,7 @@ from tests.unit.model.wire import ASK, CAPTURED, ENDS
 
 from toprope.capture.memory_store import MemoryStore
 from toprope.capture.recorder import Recorder
+from toprope.capture.sqlite_store import SqliteStore
 
 pytestmark = pytest.mark.promise("MS-5")
 
@@ -88,7 +89,8 @@ SEEDS = {
     },
 }
 ODD = (
-    None, True, False, 0, -1, 2**70, 1e308, "", "\ud800", "x" * 3000, "\u2028", [], {}, [None], [[]], {"type": None},
+    None, True, False, 0, -1, 2**70, 1e308, 10**400, -(10**400),
+    "", "\ud800", "x" * 3000, "\u2028", [], {}, [None], [[]], {"type": None},
     {"type": "text"}, {"type": 5}, {"role": "user"}, "data:image/png;base64,%%%", {"a": {"b": {"c": []}}},
 )  # fmt: skip
 
@@ -167,3 +169,55 @@ async def test_the_seeds_themselves_are_served_plain_streamed_and_counted(serve,
         if dialect == "messages":
             counted = await peer.request("POST", "/v1/messages/count_tokens", body=body)
             assert (counted.status, counted.headers["x-toprope-estimate"]) == (200, "true")
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p"])
+@pytest.mark.parametrize("dialect", sorted(ASK))
+async def test_a_number_that_no_float_can_be_is_refused_by_its_name(serve, dialect, name):
+    path, body = ASK[dialect]
+    async with serve() as (peer, _):
+        for size in (10**400, -(10**400), 10**4200):
+            reply = await peer.request("POST", path, body=json.dumps({**body, name: size}).encode())
+            assert (reply.status, name in reply.json()["error"]["message"]) == (400, True)
+
+
+@pytest.mark.parametrize("count", ["9" * 5000, str(2**63), str(2**63 - 1), "9" * 20, "-1", "\u00b2", "1.5", "x", ""])
+@pytest.mark.parametrize("dialect", sorted(ASK))
+async def test_a_retry_count_that_no_library_reaches_marks_nothing(serve, tmp_path, dialect, count):
+    store = SqliteStore(tmp_path / "c.db")
+    path, body = ASK[dialect]
+    async with serve(recorder=Recorder(store, reader=store)) as (peer, _):
+        headers = {"x-stainless-retry-count": count}
+        for _ in range(2):
+            assert (await peer.request("POST", CAPTURED + path, body=body, headers=headers)).status == 200
+    snapshot = await store.freeze("4-2")
+    await store.close()
+    assert (len(snapshot.entries), snapshot.incomplete) == (2, False)
+
+
+@pytest.mark.promise("MS-6")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("name", "fine", "bad"),
+    [
+        ("n", [None, 1, 1.0], [2, 0, "1", True, [1]]),
+        ("best_of", [None, 1], [2, True]),
+        ("use_beam_search", [None, False], [True, 0, 1]),
+        ("echo", [None, False], [True, "yes"]),
+    ],
+)
+@pytest.mark.parametrize("dialect", sorted(ASK))
+async def test_a_captured_call_makes_one_reply_that_was_sampled_as_it_is(serve, dialect, name, fine, bad, stream):
+    store = MemoryStore()
+    path, body = ASK[dialect]
+    async with serve(recorder=Recorder(store, reader=store)) as (peer, _):
+        for value, status in [*((each, 400) for each in bad), *((each, 200) for each in fine)]:
+            asked = {**body, name: value, "stream": stream}
+            reply = await peer.request("POST", CAPTURED + path, body=asked)
+            plain = await peer.request("POST", "/ng-rollout/5-2" + path, body=asked)
+            assert reply.status == status, value
+            assert plain.status == (reply.status if name == "n" else 200)
+            if reply.status == 400:
+                assert reply.json()["error"]["message"].startswith(f"{name}: ")
+    snapshot = await store.freeze("4-2")
+    assert (len(snapshot.entries), snapshot.incomplete) == (len(fine), False)

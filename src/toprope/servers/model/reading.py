@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from toprope.capture.recorder import Recorder
@@ -18,11 +18,21 @@ from toprope.servers.model.engines.base import Dialect, Engine
 from toprope.servers.model.weights import WeightVersions
 from toprope.tokens.asked import Asked
 from toprope.tokens.items import item_digests
-from toprope.wire.fields import read_object, write_object
+from toprope.wire.fields import read_object, refuse, write_object
 from toprope.wire.responses import Item, ResponsesRequest
 
 _READ_WHOLE: dict[Dialect, Callable[[dict[str, Any]], ResponsesRequest]] = {"messages": request_from_messages}
 """Dialects whose requests are not read as what they add: arguments are put into their history from the record."""
+
+_SINGLE: dict[str, tuple[object, str]] = {
+    "n": (1, "1: one call makes one reply, so send as many calls as replies are wanted"),
+    "best_of": (1, "1 in a captured call: what is sampled and thrown away would be in no record"),
+    "use_beam_search": (False, "false in a captured call: what a beam search returns was not sampled from the policy"),
+    "echo": (False, "false in a captured call: the prompt is not the model's"),
+}
+"""Fields that ask for more than one sampled reply: their one accepted value, and why."""
+_MAX_COUNT_DIGITS = 9
+"""Digits of a retry count that is believed. No library comes near, and stores keep 64 bits."""
 
 ESTIMATE = "x-toprope-estimate"
 """A reply header: what the body counts was estimated."""
@@ -48,7 +58,8 @@ class CallReader:
         self._return_token_ids = return_token_ids
 
     async def read(self, dialect: Dialect, request: Request, call_id: str, started: float) -> ModelCall:
-        """The call. Raises `BadRequest` for a body that is no request of the dialect, naming the field."""
+        """The call. Raises `BadRequest` for a body that is no request of the dialect, naming the field; also for one
+        that asks for several replies, or, captured, for anything but one reply that was sampled as it is returned."""
         data = await request.body()
         bound = current_rollout()
         key = None if bound is None else bound.key
@@ -56,7 +67,7 @@ class CallReader:
         read = self._memory.read(dialect, key if captured else None, data, _READ_WHOLE.get(dialect))
         client_session = request.headers.get(CLIENT_SESSION)
         asked = request.headers.get(INCLUDE)
-        count = request.headers.get("x-stainless-retry-count", "")
+        _require_one_reply(read.body, captured)
         call = ModelCall(
             call_id=call_id,
             dialect=dialect,
@@ -70,7 +81,7 @@ class CallReader:
             session=client_session or key,
             client_session_id=client_session,
             include_tokens=self._return_token_ids or (asked is not None and "token_ids" in _words(asked)),
-            retry_count=int(count) if count.isascii() and count.isdigit() else None,
+            retry_count=_retry_count(request.headers.get("x-stainless-retry-count", "")),
             idempotency_key=request.headers.get("idempotency-key"),
             began_under=self._weights.current,
             started=started,
@@ -87,6 +98,18 @@ class CallReader:
         if isinstance(engine, CountsTokens):
             return json_reply({"input_tokens": await engine.count_tokens(pivot)})
         return json_reply({"input_tokens": max(1, len(write_object(body)) // 4)}, headers={ESTIMATE: "true"})
+
+
+def _require_one_reply(body: Mapping[str, Any], captured: bool) -> None:
+    for name in _SINGLE if captured else ("n",):
+        value, (only, accepted) = body.get(name), _SINGLE[name]
+        if value is not None and (value != only or isinstance(value, bool) != isinstance(only, bool)):
+            raise refuse(name, value, accepted)
+
+
+def _retry_count(told: str) -> int | None:
+    """The count of a client library, None where it is none: the call is unmarked then."""
+    return int(told) if told.isascii() and told.isdigit() and len(told) <= _MAX_COUNT_DIGITS else None
 
 
 def _marked(before: Asked | None, items: Sequence[Item]) -> Asked:
