@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from toprope.dialects.chat_request import request_from_chat
+from toprope.dialects.messages_request import request_from_messages
 from toprope.dialects.responses import request_from_responses
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import ConfigError, EngineError, EngineUnavailable, ModelAuth, ModelRejected
@@ -59,6 +60,21 @@ async def test_a_call_that_wants_no_tokens_is_sent_as_the_client_wrote_it(client
         reply = await OpenAIEngine(client=client, base_url=url, return_token_ids=True).generate(ask(body))
     assert upstream.requests[0].json() == {**CHAT, "temperature": 0.25, "min_p": 0.1, "store": True}
     assert (reply.tokens, reply.token_fault) == (None, None)
+
+
+@pytest.mark.parametrize("stream_usage", [True, False])
+async def test_stream_options_of_a_client_never_go_upstream(client, stream_usage):
+    """Engines refuse them in a plain call with a 400; in a streamed one they are the server's."""
+    upstream = ScriptedUpstream([completion(), completion()])
+    own = {"include_usage": False, "include_obfuscation": True}
+    body = {"model": "m", "max_tokens": 5, "messages": CHAT["messages"], "stream_options": own}
+    async with serving(upstream) as url:
+        engine = OpenAIEngine(client=client, base_url=url, stream_usage=stream_usage)
+        for emit in (None, lambda delta: None):
+            request = EngineRequest(request_from_messages(body), "call-1", dialect="messages", body=body, emit=emit)
+            await engine.generate(request)
+    sent = [request.json().get("stream_options") for request in upstream.requests]
+    assert sent == [None, {"include_usage": True} if stream_usage else None]
 
 
 async def test_other_dialects_are_converted_and_what_got_lost_is_said(client):

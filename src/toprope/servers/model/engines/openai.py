@@ -107,6 +107,9 @@ class OpenAIEngine:
         if model is None:
             raise ModelRejected(f"the request names no model, and the engine at {self.base_url} has no single one")
         body["model"] = model
+        body.pop(
+            "stream_options", None
+        )  # the client's own are about its stream; some engines refuse them in plain calls
         if request.emit is not None:
             body["stream"] = True
             if self._stream_usage:
