@@ -25,13 +25,13 @@ from toprope.tokens.snapshot import INCOMPLETE_REASONS
 class CallEvidence:
     """One finished model call.
 
-    `request_items` and `output_items` are Responses items, the latter without token arrays. `tokens` may be anything
-    an engine gave, `token_fault` says why they are missing or not to be trusted, `usage_output_tokens` is the engine's
-    own count (None: unknown). `client_gone`: nobody may have read the reply. `asked`: the marks of `request_items`,
-    from whoever has them; the items are not looked at then. `reply` is what else the reply needs when it is given once
-    more from the record, `token_in` what the history of a later call is compared with. `continues` names the recorded
-    call whose ids the engine was given; it was found by items, since ids of ours prove nothing. The arrays of `tokens`
-    become read-only.
+    `request_items` and `output_items` are Responses items, the latter without token arrays. `tokens` may be
+    anything an engine gave, `token_fault` says why they are missing or not to be trusted, `usage_input_tokens` and
+    `usage_output_tokens` are the engine's own counts (None: unknown). `client_gone`: nobody may have read the
+    reply. `asked`: the marks of `request_items`, from whoever has them; the items are not looked at then. `reply`
+    is what else the reply needs when it is given once more from the record, `token_in` what the history of a later
+    call is compared with. `continues` names the recorded call whose ids the engine was given; it was found by
+    items, since ids of ours prove nothing. The arrays of `tokens` become read-only.
     """
 
     key: str
@@ -41,6 +41,7 @@ class CallEvidence:
     output_items: Sequence[Mapping[str, Any]]
     tokens: SampledTokens | None
     token_fault: str | None = None
+    usage_input_tokens: int | None = None
     usage_output_tokens: int | None = None
     finish_reason: str | None = None
     response_id: str | None = None
@@ -72,9 +73,10 @@ def judged(call: CallEvidence) -> SampledTokens:
     prompt = as_ids(_given(tokens.prompt_token_ids), "prompt_token_ids")
     generation = as_ids(_given(tokens.generation_token_ids), "generation_token_ids")
     log_probs = as_log_probs(_given(tokens.generation_log_probs))
-    counted = call.usage_output_tokens
-    if counted is not None and counted != len(generation):
-        raise BadRecord("length_mismatch", f"usage counts {counted} output tokens, {len(generation)} ids came")
+    counts = (("prompt", call.usage_input_tokens, prompt), ("output", call.usage_output_tokens, generation))
+    for what, counted, ids in counts:
+        if counted is not None and counted != len(ids):
+            raise BadRecord("length_mismatch", f"usage counts {counted} {what} tokens, {len(ids)} ids came")
     return SampledTokens(prompt, generation, log_probs, tokens.grammar_forced)
 
 

@@ -159,6 +159,7 @@ BAD = [
     ({"token_fault": "bad_logprob: the third is missing"}, "bad_logprob"),
     ({"token_fault": "the engine said nothing"}, "no_token_ids"),
     ({"usage_output_tokens": 3}, "length_mismatch"),
+    ({"usage_input_tokens": 9}, "length_mismatch"),
     ({"sampling": {"temperature": float("nan")}}, "write_failed"),
 ]
 

@@ -97,6 +97,7 @@ class Custody:
                 output_items=made.output,
                 tokens=made.tokens,
                 token_fault=made.token_fault,
+                usage_input_tokens=made.usage.input_tokens,
                 usage_output_tokens=made.usage.output_tokens,
                 finish_reason=made.finish_reason,
                 response_id=response_id,
