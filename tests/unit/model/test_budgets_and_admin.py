@@ -265,6 +265,32 @@ async def test_calls_carry_the_weights_they_were_sampled_under_and_one_astride_a
     assert spans == [(), (WeightSpan(0, size, "1"),), (WeightSpan(0, size, "1..2"),)]
 
 
+@pytest.mark.parametrize(
+    ("loaded", "span"),
+    [("2", "1..2"), ("1", "1"), ("21", "1..2..1"), ("2131", "1..3..1"), ("23", "1..3"), ("111", "1")],
+)
+async def test_weights_that_change_and_come_back_under_a_call_do_not_leave_it_clean(loaded, span):
+    store, reached, go = MemoryStore(), asyncio.Event(), asyncio.Event()
+
+    async def at_end():
+        reached.set()
+        await go.wait()
+
+    engine = Typist(script=["ok"], at_end=at_end)
+    async with on_the_wire(engine=engine, recorder=Recorder(store, reader=store), admin_key="secret") as wire:
+        await (await wire.call("/admin/weights", {"version": "1"}, **KEY)).end()
+        astride = await wire.ask("chat")
+        await reached.wait()
+        for version in loaded:
+            await (await wire.call("/admin/weights", {"version": version}, **KEY)).end()
+        go.set()
+        await astride.end()
+        assert wire.server.weights.straddled == (".." in span)
+        await (await wire.ask("chat", more={"seed": 1})).end()
+    spans = [each.version for entry in await store.open_entries("4-2") for each in entry.weight_versions]
+    assert spans == [span, loaded[-1]]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("dialect", sorted(ASK))
 async def test_an_aborted_rollout_is_refused_as_stale_and_its_work_stays(dialect, stream):

@@ -41,6 +41,7 @@ class ModelCall:
     retry_count: int | None = None
     idempotency_key: str | None = None
     began_under: str | None = None
+    weight_changes: int = 0
     losses: tuple[str, ...] = ()
     started: float = 0.0
 

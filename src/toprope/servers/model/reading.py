@@ -84,6 +84,7 @@ class CallReader:
             retry_count=_retry_count(request.headers.get("x-stainless-retry-count", "")),
             idempotency_key=request.headers.get("idempotency-key"),
             began_under=self._weights.current,
+            weight_changes=self._weights.changes,
             started=started,
         )
         return await self._arguments.restore(call) if dialect == "messages" else call

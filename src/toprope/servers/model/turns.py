@@ -196,7 +196,7 @@ class Turns:
             made,
             response_id(call),
             client_gone=turn.gone,
-            weights=self._weights.spans(call.began_under, generated),
+            weights=self._weights.spans(call.began_under, generated, changes=call.weight_changes),
             supply=supply,
         )
         return made
