@@ -102,14 +102,31 @@ def media_among(items: Iterable[Item]) -> bool:
     return False
 
 
+_SHAPING = (
+    "min_p", "typical_p", "frequency_penalty", "presence_penalty", "repetition_penalty", "min_tokens", "logit_bias",
+    "bad_words", "allowed_token_ids",
+)  # fmt: skip
+"""What open engines take beside the fields of the pivot, and what changes the distribution that is sampled from."""
+_LARGEST = 1 << 53  # beyond it a number is no setting, and not the same in every reader of JSON
+
+
 def sampling_of(request: ResponsesRequest) -> dict[str, Any]:
-    """The sampling parameters a request names; what it leaves out is the engine's default and is not invented."""
+    """The sampling parameters a request names; what it leaves out is the engine's default and is not invented.
+
+    Of a list or an object, which may hold a vocabulary, it says the length alone.
+    """
     names = ("temperature", "top_p", "top_k", "seed", "max_output_tokens")
     values = {name: getattr(request, name) for name in names}
     if request.stop:
         values["stop"] = list(request.stop)
     if request.tool_choice is not None:
         values["tool_choice"] = request.tool_choice
+    for name in _SHAPING:
+        told = request.extra.get(name)
+        if isinstance(told, list | dict) and told:
+            values[name] = f"of length {len(told)}"
+        elif isinstance(told, int | float) and not isinstance(told, bool) and abs(told) <= _LARGEST:
+            values[name] = told
     return {name: value for name, value in values.items() if value is not None}
 
 
