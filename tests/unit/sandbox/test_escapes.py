@@ -1,10 +1,16 @@
-"""What hostile code in a bubblewrap sandbox tries, and which mechanism stopped it; the run says them at its end."""
+"""What hostile code in a bubblewrap sandbox tries, and what was seen to stop it; the run says it at its end.
+
+Said is what the test observed: the error that the code got, the limit that killed it, the namespace that it was in. The
+mechanism that the provider declares stands beside it only where something that only this mechanism writes was read.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,29 +18,51 @@ import pytest
 from tests.unit.sandbox.conftest import Make, processes_with
 
 from toprope.sandbox.bubblewrap import Bubblewrap
+from toprope.sandbox.bwrap_handles import BubblewrapSandbox
 from toprope.sandbox.spec import MIB, Aspect, Completed, OutsideWorkdir
 
 pytestmark = pytest.mark.promise("EP-14")
-MECHANISMS: list[str] = []
+SEEN: list[str] = []
 """What the running test saw at work."""
 
 
 @pytest.fixture(autouse=True)
-def mechanisms(say: Callable[[str], None]) -> Iterator[None]:
-    """Each test's mechanisms, said at the end of the run."""
-    MECHANISMS.clear()
+def observations(say: Callable[[str], None]) -> Iterator[None]:
+    """Each test's observations, said at the end of the run."""
+    SEEN.clear()
     yield
-    for line in MECHANISMS:
+    for line in SEEN:
         say(line)
 
 
-def stopped(attempt: str, mechanism: str | None) -> None:
-    assert mechanism, f"{attempt}: nothing that would stop it"
-    MECHANISMS.append(f"escape {attempt}: stopped by {mechanism}")
+def saw(attempt: str, *facts: str, declared: str | None = None) -> None:
+    assert facts
+    assert all(facts), f"{attempt}: nothing was seen to stop it"
+    SEEN.append(f"escape {attempt}: {', '.join(facts)}" + (f" [{declared}]" if declared else ""))
 
 
-async def stopped_by(provider: Bubblewrap, attempt: str, aspect: Aspect) -> None:
-    stopped(attempt, (await provider.enforces())[aspect].mechanism)
+async def declared(provider: Bubblewrap, aspect: Aspect) -> str:
+    mechanism = (await provider.enforces())[aspect].mechanism
+    assert mechanism, f"{aspect}: the provider claims nothing"
+    return mechanism
+
+
+async def own_namespace(sandbox: BubblewrapSandbox, kind: str) -> str:
+    inside = (await sandbox.run(["readlink", f"/proc/self/ns/{kind}"])).stdout.text.strip()
+    assert inside.startswith(f"{kind}:[")
+    assert inside != os.readlink(f"/proc/self/ns/{kind}")
+    return f"{kind} namespace of its own"
+
+
+def last_word(done: Completed) -> str:
+    """What the system told the program: the end of its complaint."""
+    return (done.stderr.text.strip().splitlines() or [""])[-1].rpartition(": ")[2]
+
+
+def how(done: Completed) -> str:
+    """How a run was stopped, as its owner saw it."""
+    end = f"killed_by={done.killed_by}" if done.killed_by else f"exit={done.exit}"
+    return end + (f", refused by its counter: {' '.join(done.hit)}" if done.hit else "")
 
 
 def refused(done: Completed) -> bool:
@@ -46,17 +74,35 @@ async def test_files_of_the_host_are_not_there(provider: Bubblewrap, make: Make,
     secret.write_text("hunter2")
     secret.chmod(0o644)
     sandbox = await make()
+    words: set[str] = set()
     for path in ("/etc/shadow", "/proc/1/root/etc/shadow", "/proc/self/cwd/../etc/shadow", str(secret), "/root/.ssh"):
         done = await sandbox.run(["cat", path])
         assert refused(done), f"{path}: {done}"
         assert b"root:" not in done.stdout.data
+        words.add(last_word(done))
     done = await sandbox.run(["sh", "-c", f"find / -xdev -name secret 2>/dev/null; ls {tmp_path}"])
     assert b"secret" not in done.stdout.data
-    await stopped_by(provider, "host's /etc/shadow and other files", Aspect.FILES)
+    await declared(provider, Aspect.FILES)
+    saw("host's /etc/shadow and other files", *sorted(words), await own_namespace(sandbox, "mnt"))
+
+
+WAYS_OUT = """
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+NEW_USER, NEW_MOUNTS = 0x10000000, 0x20000
+def tell(name, status):
+    print(name, errno.errorcode[ctypes.get_errno()] if status else "done")
+tell("mount", libc.mount(b"x", b"/usr", b"tmpfs", 0, None))
+tell("umount", libc.umount2(b"/usr", 2))
+tell("unshare", libc.unshare(NEW_USER | NEW_MOUNTS))
+tell("chroot", libc.chroot(b"/"))
+tell("cgroup", libc.access(b"/sys/fs/cgroup", 0))
+"""
 
 
 async def test_nothing_can_be_written_outside_the_work_directory(provider: Bubblewrap, make: Make) -> None:
     sandbox = await make()
+    words: set[str] = set()
     for path in (
         "/x",
         "/usr/x",
@@ -68,10 +114,15 @@ async def test_nothing_can_be_written_outside_the_work_directory(provider: Bubbl
     ):
         done = await sandbox.run(["sh", "-c", f"echo hostile > {path}"])
         assert refused(done), f"{path}: {done}"
+        words.add(last_word(done))
     assert "x" not in os.listdir("/usr")
-    for command in ("mount -t tmpfs x /usr", "unshare -Ur true", "umount /usr", "chroot / true", "ls /sys/fs/cgroup"):
-        assert refused(await sandbox.run(["sh", "-c", command])), command
-    await stopped_by(provider, "write, mount, unshare, chroot", Aspect.FILES)
+    done = await sandbox.run(["python3", "-c", WAYS_OUT])
+    found = dict(line.split() for line in done.stdout.text.splitlines())
+    assert set(found) == {"mount", "umount", "unshare", "chroot", "cgroup"}, done
+    assert "done" not in found.values(), found
+    words.update(f"{name}: {word}" for name, word in found.items())
+    await declared(provider, Aspect.FILES)
+    saw("write, mount, unshare, chroot", *sorted(words))
 
 
 async def test_links_swapped_under_the_reader_lead_nowhere(make: Make, tmp_path: Path) -> None:
@@ -81,6 +132,10 @@ async def test_links_swapped_under_the_reader_lead_nowhere(make: Make, tmp_path:
     sandbox = await make()
     await sandbox.write_file("real/file", b"own")
     await sandbox.run(["ln", "-s", str(outside), "link"])
+    with pytest.raises(OutsideWorkdir):
+        await sandbox.read_file("link/file")
+    with pytest.raises(OutsideWorkdir):
+        await sandbox.write_file("link/file", b"hostile")
     program = """
 import os
 open("began", "w").close()
@@ -100,30 +155,32 @@ while True:
             break
         except FileNotFoundError:
             assert not run.done(), run.result()
-    seen = set()
+    seen: Counter[bytes] = Counter()
     for _ in range(300):
         try:
-            seen.add(await sandbox.read_file("spot/file"))
+            seen[await sandbox.read_file("spot/file")] += 1
             await sandbox.write_file("spot/file", b"own")
         except (OutsideWorkdir, FileNotFoundError, FileExistsError):
-            seen.add(b"refused")
+            seen[b"refused"] += 1
     run.cancel()
     with pytest.raises(asyncio.CancelledError):
         await run
-    assert seen <= {b"own", b"refused"}
+    assert set(seen) <= {b"own", b"refused"}
     assert [path.name for path in outside.iterdir()] == ["file"]
     assert (outside / "file").read_bytes() == b"hunter2"
-    stopped("links swapped while read_file and write_file look", "each component opened below the last, links refused")
+    refusals = f"{seen[b'refused']} of 300 looks at a swapped one refused"
+    saw("links under read_file and write_file", "OutsideWorkdir through a link that stands", refusals)
 
 
 async def test_a_fork_bomb_stays_small(provider: Bubblewrap, make: Make, counted: bool, marker: str) -> None:
-    sandbox = await make(processes=24)
+    sandbox = await make(processes=24, memory_bytes=1024 * MIB)
     bomb = f"""
 import os, time  # {marker}
-while True:
+while not os.path.exists("end"):
     try:
         os.fork()
-    except OSError:
+    except OSError as error:
+        open("refused", "w").write(os.strerror(error.errno))
         time.sleep(0.01)
 """
     run = asyncio.ensure_future(sandbox.run(["python3", "-c", bomb]))
@@ -134,13 +191,20 @@ while True:
         await asyncio.sleep(0)
         if run.done():
             break
-    run.cancel()
-    await asyncio.wait({run})
+    word = ""
+    while not word and not run.done():
+        with contextlib.suppress(FileNotFoundError):
+            word = (await sandbox.read_file("refused")).decode()
+    await sandbox.write_file("end", b"")
+    done = await run
     most = max(counts)
     assert 1 < most <= 24 + 8
     assert processes_with(marker) == []
     assert (await sandbox.run(["echo", "on"])).stdout.data == b"on\n"
-    await stopped_by(provider, f"fork bomb (at most {most} processes)", Aspect.PROCESSES)
+    mechanism = await declared(provider, Aspect.PROCESSES)
+    assert word or done.killed_by == Aspect.PROCESSES, done
+    facts = [f"at most {most} processes", *([f"fork: {word}"] if word else []), how(done)]
+    saw("fork bomb", *facts, declared=mechanism if Aspect.PROCESSES in done.hit else None)
 
 
 async def test_memory_bombs_stay_small(provider: Bubblewrap, make: Make, counted: bool) -> None:
@@ -156,9 +220,11 @@ async def test_memory_bombs_stay_small(provider: Bubblewrap, make: Make, counted
     )
     assert files.exit != 0, files
     assert (await sandbox.run(["echo", "on"])).stdout.data == b"on\n"
-    await stopped_by(
-        provider, f"memory bomb ({one.killed_by or 'refused'}; {many.killed_by or 'refused'})", Aspect.MEMORY
-    )
+    mechanism = await declared(provider, Aspect.MEMORY)
+    for attempt, done in (("memory bomb of one process", one), ("memory bomb of several processes", many)):
+        word = [last_word(done)] if done.killed_by is None and done.stderr.data else []
+        saw(attempt, how(done), *word, declared=mechanism if Aspect.MEMORY in done.hit else None)
+    saw("files in memory", how(files), *([last_word(files)] if files.stderr.data else []))
 
 
 async def test_endless_computing_ends(provider: Bubblewrap, make: Make, counted: bool) -> None:
@@ -166,7 +232,8 @@ async def test_endless_computing_ends(provider: Bubblewrap, make: Make, counted:
     done = await sandbox.run(["sh", "-c", "while :; do :; done & while :; do :; done"])
     assert done.killed_by == Aspect.CPU
     assert done.timed_out
-    await stopped_by(provider, "endless loops", Aspect.CPU)
+    await declared(provider, Aspect.CPU)
+    saw("endless loops", how(done), f"after {done.wall_s:.1f} s")
 
 
 async def test_a_gigabyte_of_output_is_cut(provider: Bubblewrap, make: Make) -> None:
@@ -175,7 +242,8 @@ async def test_a_gigabyte_of_output_is_cut(provider: Bubblewrap, make: Make) -> 
     assert done.killed_by == Aspect.OUTPUT
     assert len(done.stdout.data) == 1000
     assert done.stdout.total < 100 * MIB
-    await stopped_by(provider, f"1 GB of output (after {done.stdout.total} bytes)", Aspect.OUTPUT)
+    mechanism = await declared(provider, Aspect.OUTPUT)  # only the count of the reader gives this `killed_by`
+    saw("1 GB of output", how(done), f"after {done.stdout.total} bytes", declared=mechanism)
 
 
 async def test_one_file_cannot_fill_the_disk(make: Make) -> None:
@@ -185,7 +253,7 @@ async def test_one_file_cannot_fill_the_disk(make: Make) -> None:
     done = await sandbox.run(["sh", "-c", "exec head -c 4000000 /dev/zero > big"])
     assert done.killed_by == "file_size"
     assert len(await sandbox.read_file("big")) == MIB
-    stopped("a huge file", "RLIMIT_FSIZE")
+    saw("a huge file", how(done), "the file has its limit's size", declared="SIGXFSZ, which RLIMIT_FSIZE sends")
 
 
 async def test_servers_of_the_host_cannot_be_reached(provider: Bubblewrap, make: Make) -> None:
@@ -202,28 +270,33 @@ async def test_servers_of_the_host_cannot_be_reached(provider: Bubblewrap, make:
     name = abstract.getsockname()
     named = await asyncio.start_unix_server(answer, sock=abstract)
     program = f"""
-import socket
+import errno, socket
 for address in ("127.0.0.1", "127.0.0.2", "0.0.0.0", "10.0.0.1", "169.254.169.254"):
     try:
         socket.create_connection((address, {port}), 5)
         print("reached", address)
     except OSError as error:
-        print("refused")
+        print(errno.errorcode[error.errno])
 line = socket.socket(socket.AF_UNIX)
 try:
     line.connect({name!r})
     print("reached")
-except OSError:
-    print("refused")
+except OSError as error:
+    print(errno.errorcode[error.errno])
 """
+    sandbox = await make()
     try:
-        done = await (await make()).run(["python3", "-c", program])
+        done = await sandbox.run(["python3", "-c", program])
     finally:
         tcp.close()
         named.close()
-    assert done.stdout.text.split() == ["refused"] * 6, done
+    words = done.stdout.text.split()
+    assert len(words) == 6, done
+    assert set(words) <= {"ECONNREFUSED", "ENETUNREACH", "EHOSTUNREACH"}, done
     assert reached == []
-    await stopped_by(provider, "loopback servers, metadata addresses, abstract sockets", Aspect.NETWORK)
+    await declared(provider, Aspect.NETWORK)
+    facts = [*sorted(set(words)), await own_namespace(sandbox, "net")]
+    saw("loopback servers, metadata addresses, abstract sockets", *facts)
 
 
 async def test_the_parent_cannot_be_killed_or_traced(
@@ -259,9 +332,32 @@ print("still here", os.environ)
     assert "hunter2" not in text
     assert "SECRET" not in text
     assert "leases" not in text, "paths of the host"
-    await stopped_by(provider, "kill, ptrace, /proc and environment of the parent", Aspect.FILES)
-    killed_all = await (await make()).run(["sh", "-c", "kill -9 -1; echo on"])
+    sandbox = await make()
+    facts = ["processes 1 and 2 are all it sees", "ptrace: ESRCH", await own_namespace(sandbox, "pid")]
+    saw("kill, ptrace, /proc and environment of the parent", *facts)
+    killed_all = await sandbox.run(["sh", "-c", "kill -9 -1; echo on"])
     assert killed_all.exit in (0, 137)
+    saw("a signal to everybody", how(killed_all), "we are still here")
+
+
+async def test_no_terminal_of_the_host_can_be_typed_into(make: Make) -> None:
+    program = """
+import fcntl, os, termios
+print("session", os.getsid(0))
+for path in ("/dev/tty", "/dev/console"):
+    try:
+        fcntl.ioctl(os.open(path, os.O_RDWR), termios.TIOCSTI, b"x")
+        print("typed")
+    except OSError as error:
+        print("refused", error.errno)
+"""
+    done = await (await make()).run(["python3", "-c", program])
+    first, *others = done.stdout.text.splitlines()
+    assert first != "session 0", "a session of the host's, which may have a terminal"
+    assert len(others) == 2
+    assert not any(line.startswith("typed") for line in others)
+    facts = [f"{first} of its own namespace", os.strerror(int(others[0].split()[1]))]
+    saw("typing into a terminal of the host", *facts)
 
 
 async def test_no_daemon_stays_behind(provider: Bubblewrap, make: Make, counted: bool, marker: str) -> None:
@@ -281,7 +377,8 @@ print("left")
     done = await sandbox.run(["python3", "-c", daemon])
     assert done.stdout.data == b"left\n", done
     assert processes_with(marker) == []
-    await stopped_by(provider, "a daemon left behind", Aspect.WALL_TIME)
+    await declared(provider, Aspect.WALL_TIME)
+    saw("a daemon left behind", "gone when its run returned", await own_namespace(sandbox, "pid"))
 
 
 async def test_an_input_that_nobody_reads_and_a_cut_pipe_end_quietly(make: Make) -> None:
