@@ -17,19 +17,16 @@ from toprope.errors.tree import ConfigError
 from toprope.http.peer import read_base_url
 from toprope.launch.grants import check_agent, check_grants, check_resources
 from toprope.launch.load import load_values
-from toprope.launch.settings import (
+from toprope.launch.server_settings import (
     ROLES,
     AgentConfig,
-    CaptureConfig,
-    Config,
     EnvironmentConfig,
     ModelConfig,
     ResourcesConfig,
-    RunConfig,
     SandboxConfig,
     ServerConfig,
-    TaskSource,
 )
+from toprope.launch.settings import CaptureConfig, Config, RunConfig, TaskSource
 from toprope.launch.strict import Where, nearest, read, refuse_unknown, shown
 from toprope.wire.responses import NOT_SAMPLING, REQUEST_PARAMETERS
 

@@ -11,7 +11,7 @@ import asyncio
 from toprope.errors.tree import ConfigError, PeerError, TransportError
 from toprope.http.client import Client
 from toprope.launch.config import Configuration
-from toprope.launch.settings import ModelConfig, ServerConfig
+from toprope.launch.server_settings import ModelConfig, ServerConfig
 from toprope.launch.strict import Where
 
 ANSWER_S = 5.0

@@ -13,7 +13,7 @@ from toprope.errors.tree import ConfigError
 from toprope.http.client import Client
 from toprope.launch.config import Configuration
 from toprope.launch.parts import Parts, build_parts
-from toprope.launch.settings import ResourcesConfig
+from toprope.launch.server_settings import ResourcesConfig
 from toprope.launch.strict import nearest
 from toprope.launch.tasks import gather_tasks
 from toprope.launch.world import World

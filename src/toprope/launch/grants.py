@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 
 from toprope.errors.tree import ConfigError
-from toprope.launch.settings import AgentConfig, EnvironmentConfig, McpServer, ResourcesConfig, ServerConfig
+from toprope.launch.server_settings import AgentConfig, EnvironmentConfig, McpServer, ResourcesConfig, ServerConfig
 from toprope.launch.strict import Where, shown
 from toprope.protocol.grants import GRANT_NAME, McpGrant, Stdio, StreamableHttp
 

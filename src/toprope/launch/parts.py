@@ -16,7 +16,7 @@ from toprope.errors.tree import ConfigError
 from toprope.http.client import Client
 from toprope.launch.config import Configuration
 from toprope.launch.construct import GROUPS, build, find
-from toprope.launch.settings import AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig
+from toprope.launch.server_settings import AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig
 from toprope.launch.strict import Where, nearest, shown
 from toprope.servers.agent.agent import Agent
 from toprope.servers.environment.base import EpisodeProtocol

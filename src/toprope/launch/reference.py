@@ -10,16 +10,12 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from toprope.launch.load import MAX_VALUES
+from toprope.launch.server_settings import ROLES, LimitsConfig, RendererConfig, SandboxConfig, SandboxLimits
 from toprope.launch.settings import (
-    ROLES,
     CaptureConfig,
     Config,
     EnvironmentShare,
-    LimitsConfig,
-    RendererConfig,
     RunConfig,
-    SandboxConfig,
-    SandboxLimits,
     TaskSource,
     TransportConfig,
     TransportNames,

@@ -24,7 +24,8 @@ from toprope.errors.tree import ConfigError
 from toprope.http.client import Client
 from toprope.launch.config import Configuration
 from toprope.launch.parts import Parts, build_parts
-from toprope.launch.settings import AgentConfig, EnvironmentConfig, EnvironmentShare, ModelConfig, RunConfig
+from toprope.launch.server_settings import AgentConfig, EnvironmentConfig, ModelConfig
+from toprope.launch.settings import EnvironmentShare, RunConfig
 from toprope.launch.strict import Where
 from toprope.launch.tasks import gather_tasks
 from toprope.launch.workspace import Workspace, default_directory

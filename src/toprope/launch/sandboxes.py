@@ -15,7 +15,7 @@ import msgspec
 
 from toprope.errors.tree import ConfigError
 from toprope.launch.config import Configuration
-from toprope.launch.settings import SandboxConfig
+from toprope.launch.server_settings import SandboxConfig
 from toprope.launch.strict import Where
 from toprope.sandbox.desk import SandboxDesk, Terms
 from toprope.sandbox.leases import LeaseDirectory, default_directory

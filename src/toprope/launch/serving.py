@@ -13,7 +13,8 @@ from toprope.http.client import Client
 from toprope.launch.config import Configuration
 from toprope.launch.parts import Parts, build_parts
 from toprope.launch.run import check_capture, require_run, route, shares
-from toprope.launch.settings import AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig, TransportConfig
+from toprope.launch.server_settings import AgentConfig, EnvironmentConfig, ModelConfig, ResourcesConfig
+from toprope.launch.settings import TransportConfig
 from toprope.launch.tasks import gather_tasks
 from toprope.launch.workspace import Workspace
 from toprope.launch.world import ServerAddress, World, role_of

@@ -25,7 +25,7 @@ from toprope.launch.elsewhere import ask_elsewhere
 from toprope.launch.grants import further_grant, stdio_programs
 from toprope.launch.parts import Parts
 from toprope.launch.sandboxes import Desks
-from toprope.launch.settings import (
+from toprope.launch.server_settings import (
     ROLES,
     AgentConfig,
     EnvironmentConfig,

@@ -12,16 +12,8 @@ import pytest
 from toprope.errors.tree import ConfigError
 from toprope.launch.config import BESIDE_URL, Configuration, load_configuration, task_sources
 from toprope.launch.load import MAX_VALUES, parse_yaml
-from toprope.launch.settings import (
-    ROLES,
-    CaptureConfig,
-    EnvironmentConfig,
-    EnvironmentShare,
-    ModelConfig,
-    RunConfig,
-    TaskSource,
-    TransportConfig,
-)
+from toprope.launch.server_settings import ROLES, EnvironmentConfig, ModelConfig
+from toprope.launch.settings import CaptureConfig, EnvironmentShare, RunConfig, TaskSource, TransportConfig
 from toprope.launch.strict import Where, read
 from toprope.wire.responses import NOT_SAMPLING, REQUEST_PARAMETERS
 

@@ -21,8 +21,8 @@ from toprope.launch.config import Configuration, read_configuration
 from toprope.launch.elsewhere import ask_elsewhere
 from toprope.launch.parts import build_parts
 from toprope.launch.run import RunJob, check_capture, scoring_settings
+from toprope.launch.server_settings import LimitsConfig
 from toprope.launch.serving import check
-from toprope.launch.settings import LimitsConfig
 from toprope.launch.workspace import Workspace, read_calls
 from toprope.launch.world import World
 from toprope.servers.model.engines.base import Capabilities
