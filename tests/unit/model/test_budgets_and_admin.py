@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from contextlib import AsyncExitStack
 
 import pytest
 from tests.unit.model.wire import ASK, CAPTURED, Typist, on_the_wire
@@ -19,7 +20,7 @@ from toprope.servers.model.budgets import RolloutLimits
 from toprope.testing.scripted import ScriptedFault, ScriptedReply
 from toprope.tokens.entry import WeightSpan
 
-KEY = {"x_toprope_admin_key": "secret"}
+KEY, LONGER = {"x_toprope_admin_key": "secret"}, {"x_toprope_admin_key": "secret and more"}
 
 
 def kind_of(call):
@@ -222,7 +223,7 @@ def test_a_budget_of_nothing_is_refused(limits):
 
 async def test_admin_routes_want_their_key_and_are_shut_without_one():
     async with on_the_wire(engine=Typist(script=["ok"]), admin_key="secret") as wire:
-        for headers, status in (({}, 401), ({"x_toprope_admin_key": "wrong"}, 401), (KEY, 200)):
+        for headers, status in (({}, 401), ({"x_toprope_admin_key": "wrong"}, 401), (LONGER, 401), (KEY, 200)):
             call = await wire.call("/admin/weights", {"version": "1"}, **headers)
             await call.end()
             assert call.status == status
@@ -323,6 +324,39 @@ async def test_another_worker_learns_of_an_abort_from_the_journal(tmp_path):
         assert (call.status, kind_of(call)) == (403, Kind.STALE)
     await one.close()
     await two.close()
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_an_abort_before_the_first_call_reaches_other_workers_and_a_restarted_server(tmp_path, restarted):
+    one, two = SqliteStore(tmp_path / "c.db"), SqliteStore(tmp_path / "c.db")
+    first = {"engine": Typist(script=["ok"]), "recorder": Recorder(one, reader=one), "admin_key": "secret"}
+    second = {"engine": Typist(script=["ok"]), "recorder": Recorder(two, reader=two), "admin_key": "secret"}
+    async with AsyncExitStack() as stack:
+        right = None if restarted else await stack.enter_async_context(on_the_wire(**second))
+        async with on_the_wire(**first) as left:
+            await (await left.call("/admin/abort", {"rollouts": ["4-2"]}, **KEY)).end()
+        right = right or await stack.enter_async_context(on_the_wire(**second))
+        for seed in range(2):
+            call = await right.ask("chat", more={"seed": seed})
+            await call.end()
+            assert (call.status, kind_of(call)) == (403, Kind.STALE)
+        assert (await turns(right, "chat", 1, prefix=CAPTURED.replace("4-2", "5-2"))).status == 200
+        assert right.server.engine.calls == 1
+    assert "truncated:stale" in (await two.freeze("4-2")).reasons
+    await one.close()
+    await two.close()
+
+
+async def test_an_abort_of_a_rollout_that_was_delivered_is_nothing_to_write_down():
+    store = MemoryStore()
+    settings = {"recorder": Recorder(store, reader=store), "admin_key": "secret"}
+    async with on_the_wire(engine=Typist(script=["ok"]), **settings) as wire:
+        await turns(wire, "chat", 1)
+        await store.freeze("4-2")
+        call = await wire.call("/admin/abort", {"rollouts": ["4-2", "5-2"]}, **KEY)
+        assert json.loads(await call.end()) == {"aborted": 2}
+    assert "truncated:stale" not in (await store.freeze("4-2")).reasons
+    assert "truncated:stale" in (await store.freeze("5-2")).reasons
 
 
 @pytest.mark.parametrize(

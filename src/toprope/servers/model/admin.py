@@ -4,8 +4,8 @@
     POST /admin/abort   {"rollouts": ["4-0", ...]}     -> {"aborted": 2}
 
 Both need the server's admin key, as `x-toprope-admin-key`: whoever reaches the model can otherwise not stop other
-people's rollouts. Without a configured key they are refused. An abort is written down where the rollout is captured, so
-that other workers and a restarted server refuse it too.
+people's rollouts. Without a configured key they are refused. An abort is written down in the capture store, also one
+that comes before the rollout's first call, so that other workers and a restarted server refuse its captured calls too.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class StaleRollouts:
         self._keys: OrderedDict[str, None] = OrderedDict()
 
     async def abort(self, key: str) -> None:
-        """On return calls of `key` are refused here, and elsewhere if the rollout is captured."""
+        """On return calls of `key` are refused here, and captured ones elsewhere too."""
         self._keys[key] = None
         if len(self._keys) > _MAX_STALE:
             self._keys.popitem(last=False)
-        if self._recorder is None or not await self._recorder.journal(key):
+        if self._recorder is None:
             return
         call_id = mint_model_call_id()
         try:
