@@ -28,11 +28,16 @@ class Told:
     deltas: tuple[Delta, ...]
 
 
-def told(seed: int, *, objects_only: bool) -> Told:
-    """The reply of `seed`. With `objects_only` no argument string is an object that was cut short."""
+def told(seed: int, *, objects_only: bool, odd_order: bool = False) -> Told:
+    """The reply of `seed`. With `objects_only` no argument string is an object that was cut short; with `odd_order` the
+    items stand in any order, with another text among them."""
     rng = random.Random(seed)
     reply_id = f"r{seed:x}"
-    output = with_item_ids(_output(rng, objects_only), reply_id)
+    items = _output(rng, objects_only)
+    if odd_order:
+        items.append(_message(rng))
+        rng.shuffle(items)
+    output = with_item_ids(items, reply_id)
     called = any(item["type"] == "function_call" for item in output)
     finish = rng.choice(("tool_calls" if called else "stop", "length", "stop", "content_filter"))
     usage = Usage(rng.randrange(1, 9999), rng.randrange(1, 99), rng.choice((None, 0, 1)), rng.choice((None, 3)))
@@ -47,13 +52,17 @@ def _output(rng: random.Random, objects_only: bool) -> list[Item]:
         part = {"type": "reasoning_text", "text": _text(rng, 1)}
         items.append({"type": "reasoning", "summary": [], "content": [part]})
     if rng.random() < 0.7:
-        part = {"type": "output_text", "text": _text(rng, 1), "annotations": []}
-        items.append({"type": "message", "role": "assistant", "content": [part]})
+        items.append(_message(rng))
     for number in range(rng.choice((0, 0, 1, 2, 3)) if items else rng.choice((1, 2))):
         call_id = rng.choice((f"c{number}", "c0", "", "same"))
         name = rng.choice(("add", "bash", "f_1"))
         items.append({"type": "function_call", "call_id": call_id, "name": name, "arguments": _call(rng, objects_only)})
     return items
+
+
+def _message(rng: random.Random) -> Item:
+    part = {"type": "output_text", "text": _text(rng, 1), "annotations": []}
+    return {"type": "message", "role": "assistant", "content": [part]}
 
 
 def _text(rng: random.Random, least: int) -> str:

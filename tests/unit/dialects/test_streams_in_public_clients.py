@@ -10,6 +10,7 @@ import anthropic
 import httpx2
 import openai
 import pytest
+from tests.campaigns import campaign
 from tests.unit.dialects.scripted_replies import Told, chopped, told, written
 
 from toprope.dialects.chat_reply import chat_reply
@@ -17,7 +18,7 @@ from toprope.dialects.messages_reply import messages_reply
 from toprope.dialects.responses import request_from_responses, responses_reply
 from toprope.dialects.stream import open_stream
 
-SEEDS = 500
+SEEDS = pytest.mark.parametrize("seeds", campaign(700, 5000))
 REQUEST = request_from_responses({"input": "x", "metadata": {"a": "b"}})
 SAY = [{"role": "user", "content": "x"}]
 
@@ -56,14 +57,16 @@ def openai_client(served) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def _scripts(*, objects_only: bool = False) -> Iterator[tuple[Told, random.Random]]:
-    for seed in range(SEEDS):
-        yield told(seed, objects_only=objects_only), random.Random(-seed - 1)
+def _scripts(seeds: int, *, objects_only: bool = False) -> Iterator[tuple[Told, random.Random]]:
+    """Random replies; every fourth one has its items in an odd order, as a stream may have said them."""
+    for seed in range(seeds):
+        yield told(seed, objects_only=objects_only, odd_order=seed % 4 == 0), random.Random(-seed - 1)
 
 
+@SEEDS
 @pytest.mark.promise("MS-1")
-def test_a_chat_stream_put_together_by_the_openai_library_is_the_plain_reply(served, openai_client):
-    for script, rng in _scripts():
+def test_a_chat_stream_put_together_by_the_openai_library_is_the_plain_reply(served, openai_client, seeds, say):
+    for script, rng in _scripts(seeds):
         served.plain(chat_reply(script.reply))
         plain = openai_client.chat.completions.create(model="m", messages=SAY).model_dump()
         served.stream("chat", script, rng)
@@ -76,11 +79,13 @@ def test_a_chat_stream_put_together_by_the_openai_library_is_the_plain_reply(ser
             assert call.pop("index") == place
             call["function"].pop("parsed_arguments")
         assert whole == plain
+    say(f"streams put together by public clients: {seeds:,} over Chat")
 
 
+@SEEDS
 @pytest.mark.promise("MS-1")
-def test_a_responses_stream_put_together_by_the_openai_library_is_the_plain_reply(served, openai_client):
-    for script, rng in _scripts():
+def test_a_responses_stream_put_together_by_the_openai_library_is_the_plain_reply(served, openai_client, seeds, say):
+    for script, rng in _scripts(seeds):
         served.plain(responses_reply(script.reply, REQUEST))
         plain = openai_client.responses.create(model="m", input="x").to_dict()
         served.stream("responses", script, rng)
@@ -99,6 +104,7 @@ def test_a_responses_stream_put_together_by_the_openai_library_is_the_plain_repl
         assert done == plain["output"]
         texts = [i["arguments"] if "arguments" in i else i["content"][0]["text"] for i in plain["output"]]
         assert [said.get(index, "") for index in range(len(texts))] == texts
+    say(f"streams put together by public clients: {seeds:,} over Responses")
 
 
 def _unparsed(response: dict) -> dict:
@@ -110,11 +116,12 @@ def _unparsed(response: dict) -> dict:
     return response
 
 
+@SEEDS
 @pytest.mark.promise("MS-1")
-def test_a_messages_stream_put_together_by_the_anthropic_library_is_the_plain_reply(served):
+def test_a_messages_stream_put_together_by_the_anthropic_library_is_the_plain_reply(served, seeds, say):
     http = httpx2.Client(transport=served)
     with anthropic.Anthropic(api_key="k", base_url="http://x", http_client=http) as client:
-        for script, rng in _scripts(objects_only=True):
+        for script, rng in _scripts(seeds, objects_only=True):
             served.plain(messages_reply(script.reply))
             plain = client.messages.create(model="m", max_tokens=9, messages=SAY).model_dump()
             served.stream("messages", script, rng)
@@ -123,3 +130,4 @@ def test_a_messages_stream_put_together_by_the_anthropic_library_is_the_plain_re
             for block in whole["content"]:
                 block.pop("parsed_output", None)
             assert whole == plain
+    say(f"streams put together by public clients: {seeds:,} over Messages")
