@@ -109,6 +109,7 @@ class Bubblewrap:
                 os.chown(home.work, host.user, host.user)
             if isinstance(host.groups, cgroups.Place):
                 cgroups.Group(host.groups, group_name(home.lease.sandbox_id)).make(spec.limits)
+            home.require()  # one that was reaped while it was made would leave its group behind
         except BaseException:
             self._release(home)
             raise

@@ -28,6 +28,9 @@ OVERHEAD_PROCESSES = 6
 
 _EMPTY_S = 5.0
 _TRIAL = "toprope-try-"
+_SANDBOX = "toprope-" + "[0-9a-f]" * 16
+FORGOTTEN_S = 7 * 86400.0
+"""Age at which an empty group of a sandbox is nobody's: its lease is gone, or it would have been removed with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +212,7 @@ def _try(place: Place) -> str | None:
             return f"{parent} is no control group"
     me = this_process()
     _sweep(place, me)
+    sweep_forgotten(place)
     group = Group(place, f"{_TRIAL}{me.namespace}-{me.pid}-{me.started}-{secrets.token_hex(4)}")
     try:
         group.make(Limits())
@@ -235,6 +239,25 @@ def _sweep(place: Place, me: ProcessId) -> None:
             namespace, pid, started, _ = path.name.removeprefix(_TRIAL).split("-")
             if namespace == str(me.namespace) and not replace(me, pid=int(pid), started=int(started)).alive():
                 remove(path)
+
+
+def sweep_forgotten(place: Place) -> None:
+    """Remove groups of sandboxes that have been there for `FORGOTTEN_S` and hold no process.
+
+    A group says nothing of its lease, which may stand in a directory that this process does not know: so only age and
+    emptiness count. A sandbox that lives longer, and loses its group between two runs, is lost as a reaped one is.
+    """
+    for parent in place.parents:
+        for path in parent.glob(_SANDBOX):
+            try:
+                if time.time() - path.stat().st_mtime > FORGOTTEN_S and not _holds_a_process(path):
+                    remove(path)
+            except OSError:
+                continue  # removed meanwhile, or no longer ours to remove
+
+
+def _holds_a_process(group: Path) -> bool:
+    return any(each.read_text().strip() for each in (group / "cgroup.procs", *group.glob("*/cgroup.procs")))
 
 
 def _field(file: Path, name: str) -> int:

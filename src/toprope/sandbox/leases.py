@@ -86,6 +86,11 @@ class LeaseHome:
             return "stop"
         return "lease" if self.lease.over() else None
 
+    def require(self) -> None:
+        """Raise `SandboxLost` if somebody has removed the lease."""
+        if not (self.path / "lease.json").exists():
+            raise SandboxLost(f"sandbox {self.lease.sandbox_id} was reaped while it was made")
+
     def register_run(self, pid: int) -> Path | None:
         """Write down the process of a run, so that who ends the sandbox ends it too; None if it has ended already."""
         found = identify(pid)

@@ -91,6 +91,7 @@ class PlainDirectory:
             (home.work / _TEMPORARY).mkdir(mode=0o700)
             if isinstance(place, cgroups.Place):
                 cgroups.Group(place, group_name(home.lease.sandbox_id)).make(spec.limits)
+            home.require()  # one that was reaped while it was made would leave its group behind
         except BaseException:
             self._release(home)
             raise

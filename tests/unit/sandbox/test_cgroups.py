@@ -67,6 +67,40 @@ def test_a_trial_that_was_killed_is_swept_by_the_next(place: cgroups.Place) -> N
             cgroups.remove(group)
 
 
+def test_an_old_empty_group_without_anybody_is_removed_and_one_in_use_is_not(
+    place: cgroups.Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"toprope-test-{secrets.token_hex(4)}"  # a place of its own: others use theirs meanwhile
+    inner = cgroups.Place(place.version, place.memory / name, place.pids / name, place.cpu / name)
+    for path in inner.parents:
+        path.mkdir()
+    if inner.version == 2:
+        (inner.pids / "cgroup.subtree_control").write_text("+memory +pids")
+    process = None
+    try:
+        old, used = (cgroups.Group(inner, f"toprope-{secrets.token_hex(8)}") for _ in range(2))
+        for group in (old, used):
+            group.make(Limits())
+        old.run()
+        process = started_in(used.run(), "echo began; sleep 1000")
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"began\n"
+        cgroups.sweep_forgotten(inner)
+        assert all(path.exists() for path in old.paths), "made just now"
+        monkeypatch.setattr(cgroups, "FORGOTTEN_S", -60.0)
+        cgroups.sweep_forgotten(inner)
+        assert not any(path.exists() for path in old.paths)
+        assert used.pids.exists()
+    finally:
+        if process is not None:
+            process.kill()
+            process.communicate()
+        for path in inner.parents:
+            for each in path.glob("toprope-*"):
+                cgroups.remove(each)
+            cgroups.remove(path)
+
+
 def test_version_2_counts_and_kills(tmp_path: Path) -> None:
     """The calls of version 2 that need no controller, on whatever tree of it this host has."""
     trees = [line.split(" ")[4] for line in MOUNTS.splitlines() if " - cgroup2 " in line]

@@ -19,11 +19,13 @@ import pytest
 from tests.unit.sandbox.conftest import processes_with
 
 from toprope.errors.tree import ConfigError
+from toprope.sandbox import cgroups
 from toprope.sandbox.bubblewrap import Bubblewrap, reap
 from toprope.sandbox.desk import SandboxDesk
 from toprope.sandbox.leases import LeaseDirectory
 from toprope.sandbox.owner import identify, this_process
 from toprope.sandbox.plain import PlainDirectory
+from toprope.sandbox.plain import reap as reap_plain
 from toprope.sandbox.provider import reaping
 from toprope.sandbox.spec import Limits, SandboxBusy, SandboxLost, SandboxSpec, SandboxUnavailable
 from toprope.sandbox.workdir import remove_tree
@@ -259,6 +261,29 @@ async def test_two_reapers_at_once_take_each_sandbox_once(tmp_path: Path) -> Non
     taken = [each for reaped in both for each in reaped]
     assert set(taken) <= {each.sandbox_id for each in made}
     assert len(taken) == len(set(taken))
+    assert left_in(tmp_path) == []
+
+
+async def test_a_sandbox_that_is_reaped_while_it_is_made_leaves_no_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    provider = PlainDirectory(tmp_path)
+    make = cgroups.Group.make
+    made: list[Path] = []
+
+    def late(group: cgroups.Group, limits: Limits) -> None:
+        if "try" not in group.pids.name:  # between the lease and the group somebody reaps
+            reap_plain(tmp_path)
+        make(group, limits)
+        made.extend(group.paths)
+
+    monkeypatch.setattr(cgroups.Group, "make", late)
+    if isinstance(await asyncio.to_thread(provider._groups), str):
+        pytest.skip("no control groups here")
+    with pytest.raises(SandboxLost):
+        await provider.create(SandboxSpec(lease_s=1e-6))
+    assert made
+    assert not any(path.exists() for path in made)
     assert left_in(tmp_path) == []
 
 
