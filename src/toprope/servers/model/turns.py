@@ -184,6 +184,7 @@ class Turns:
                 call.body,
                 turn.emit if call.stream else None,
                 None if supply is None else supply.prompt_token_ids,
+                call.rollout_id,
             )
             made = obeyed(await self._engine.generate(asked), supply)
         except BaseException as error:

@@ -49,6 +49,8 @@ class EngineRequest:
     `emit` is set when the client reads a stream: an engine that can calls it with each delta as it is sampled; one that
     ignores it is still right, its whole output then leaves at the end. `prompt_token_ids` (P,) uint32 are the exact
     prompt to generate from, in place of the engine's own rendering of the messages; only for engines that accept it.
+    `rollout_id` is the capture key where there is one: the calls of one rollout share a prefix, whatever sessions its
+    client names.
     """
 
     request: ResponsesRequest
@@ -59,6 +61,7 @@ class EngineRequest:
     body: Mapping[str, Any] = field(default_factory=dict)
     emit: Emit | None = None
     prompt_token_ids: NDArray[np.uint32] | None = None
+    rollout_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,8 @@ class OpenAIEngine:
         if pinned:
             pin_tokens(body)
         return await self._replicas.run(
-            request.session, lambda endpoint: generate_at(endpoint, request, body, losses, pinned=pinned)
+            request.rollout_id or request.session,
+            lambda endpoint: generate_at(endpoint, request, body, losses, pinned=pinned),
         )
 
     def _pins(self, request: EngineRequest) -> bool:

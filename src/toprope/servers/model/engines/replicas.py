@@ -1,7 +1,8 @@
 """Several endpoints that serve one model: which of them gets a call.
 
 A rollout stays on the replica that its first call went to, where its prefix is cached; a new one goes where the fewest
-calls are in hand. Another replica takes over only where it is certain that nothing was delivered; the one that could
+calls are in hand, and among equals where the last new one came longest ago, so that rollouts begun one after another
+spread. Another replica takes over only where it is certain that nothing was delivered; the one that could
 not be reached is left alone for a while. Left to others: sending a call, and sending it again (`chat_endpoint`).
 """
 
@@ -30,10 +31,11 @@ _REMEMBERED = 65_536
 
 @dataclass(slots=True, eq=False)
 class Replica:
-    """One endpoint, the calls in hand there, and until when it is taken to be down."""
+    """One endpoint, the calls in hand there, which new rollout it got last, and until when it is taken to be down."""
 
     endpoint: ChatEndpoint
     calls: int = 0
+    newest: int = 0
     down_until: float = 0.0
 
 
@@ -43,6 +45,7 @@ class Replicas:
     def __init__(self, endpoints: Sequence[ChatEndpoint], *, clock: Callable[[], float] = time.monotonic) -> None:
         self.all = [Replica(endpoint) for endpoint in endpoints]
         self._clock = clock
+        self._given = 0  # new rollouts so far
         self._homes: OrderedDict[str, Replica] = OrderedDict()
 
     async def run(self, key: str | None, call: Callable[[ChatEndpoint], Awaitable[T]]) -> T:
@@ -75,8 +78,12 @@ class Replicas:
         now = self._clock()
         up = [replica for replica in among if replica.down_until <= now] or among
         home = None if key is None else self._homes.get(key)
-        replica = home if home is not None and home in up else min(up, key=lambda each: each.calls)
+        settled = home is not None and home in up
+        replica = home if home is not None and settled else min(up, key=lambda each: (each.calls, each.newest))
         if key is not None:
+            if not settled:
+                self._given += 1
+                replica.newest = self._given
             self._homes[key] = replica
             self._homes.move_to_end(key)
             if len(self._homes) > _REMEMBERED:
