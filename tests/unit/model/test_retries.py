@@ -303,6 +303,59 @@ async def test_an_idempotency_key_gets_its_answer_again_and_no_other_body(steps)
         assert said(await elsewhere.end()) == 1
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_two_bodies_at_once_under_one_key_the_first_has_it(stream):
+    store, looked = MemoryStore(), []
+    both = asyncio.Event()
+
+    class Slow(Recorder):
+        """Nobody learns that the key is free before everybody has asked."""
+
+        async def journal(self, key):
+            calls = await super().journal(key)
+            looked.append(key)
+            if len(looked) == 3:
+                both.set()
+            await both.wait()
+            return calls
+
+    async with on_the_wire(engine=Typist(script=["ok"]), recorder=Slow(store, reader=store)) as wire:
+        calls = [
+            await wire.ask("chat", idempotency_key="k", more={"seed": seed}, stream=stream and bool(seed))
+            for seed in range(3)
+        ]
+        for call in calls:
+            await call.end()
+        assert sorted(call.status for call in calls) == [200, 422, 422]
+        winner = next(seed for seed in range(3) if calls[seed].status == 200)
+        for seed in range(3):  # what was refused did not take the key from whoever has it
+            again = await wire.ask("chat", idempotency_key="k", more={"seed": seed}, stream=stream and bool(seed))
+            assert (await again.end(), again.status)[1] == (200 if seed == winner else 422)
+        assert wire.server.engine.calls == 1
+    snapshot = await store.freeze("4-2")
+    assert (len(snapshot.entries), snapshot.incomplete) == (1, False)
+
+
+async def test_one_body_under_one_key_in_two_dialects_is_two_calls(steps):
+    store = MemoryStore()
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+    async with on_the_wire(engine=Typist(script=steps), recorder=Recorder(store, reader=store)) as wire:
+        for number, path in enumerate(("/v1/messages", "/v1/chat/completions")):
+            call = await wire.call(CAPTURED + path, body, idempotency_key="k")
+            await steps.next()
+            assert (said(await call.end()), call.status) == (number, 200)
+
+
+@pytest.mark.parametrize("key", ["", "  "])
+async def test_an_empty_key_is_none(steps, key):
+    store = MemoryStore()
+    async with on_the_wire(engine=Typist(script=steps), recorder=Recorder(store, reader=store)) as wire:
+        for number, seed in enumerate((1, 1, 2)):
+            call = await wire.ask("chat", idempotency_key=key, more={"seed": seed})
+            await steps.next()
+            assert said(await call.end()) == number
+
+
 async def test_the_same_bytes_in_another_dialect_are_another_request(steps):
     store = MemoryStore()
     body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}

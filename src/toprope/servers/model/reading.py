@@ -82,7 +82,7 @@ class CallReader:
             client_session_id=client_session,
             include_tokens=self._return_token_ids or (asked is not None and "token_ids" in _words(asked)),
             retry_count=_retry_count(request.headers.get("x-stainless-retry-count", "")),
-            idempotency_key=request.headers.get("idempotency-key"),
+            idempotency_key=request.headers.get("idempotency-key", "").strip() or None,
             began_under=self._weights.current,
             weight_changes=self._weights.changes,
             started=started,

@@ -10,7 +10,9 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 
+from toprope.capture.protocols import JournalledCall
 from toprope.capture.recorder import Recorder
 from toprope.errors.tree import BadRequest
 from toprope.servers.model.call import ModelCall
@@ -70,16 +72,20 @@ class Repeats:
         return marked or (call.rollout_id, call.tag) in self._left or self._recorder.shares(call.rollout_id)
 
     async def check_key(self, call: ModelCall) -> None:
-        """Raises `BadRequest` (422) for an `Idempotency-Key` that this rollout used with another body."""
+        """Raises `BadRequest` (422) for an `Idempotency-Key` that this rollout used with another body.
+
+        Asked before the intent is begun, so that a refusal leaves nothing behind; two at once are told apart by
+        `answer`.
+        """
         if call.idempotency_key is None or self._recorder is None or call.rollout_id is None:
             return
-        if key_conflict(await self._recorder.journal(call.rollout_id), call.tag):
-            raise BadRequest("this Idempotency-Key was used with another body; a new request needs a new key")
+        _require_own_key(call, await self._recorder.journal(call.rollout_id))
 
     async def answer(self, call: ModelCall) -> TokenEntry | None:
         """The record that answers `call`, whose intent was begun and is closed then; None: it is a new call.
 
-        Waits for an attempt that may still be recorded; a client that leaves meanwhile closes the intent too.
+        Waits for an attempt that may still be recorded; a client that leaves meanwhile closes the intent too. Raises
+        as `check_key`: of two bodies that came at once under one key, the one that was begun first has it.
         """
         if not self.may_be_one(call):
             return None
@@ -95,6 +101,9 @@ class Repeats:
                 if verdict is None or not await self._still_runs(verdict, pause, since):
                     return None
                 wait, pause = verdict, min(2 * pause, _LOOK_S[1])
+        except BadRequest:
+            await self._recorder.abort(call.rollout_id, call.call_id, NOT_SENT)
+            raise
         except asyncio.CancelledError:
             reason = NOT_SENT if wait is None else waited_for(wait.call_id)
             await self._recorder.abort(call.rollout_id, call.call_id, reason)
@@ -110,9 +119,13 @@ class Repeats:
         assert call.rollout_id is not None
         try:
             calls = await self._recorder.journal(call.rollout_id)
+            if call.idempotency_key is not None:
+                _require_own_key(call, calls)
             if sum(each.intent.request_digest == call.tag for each in calls) < 2:
                 return None, None  # the first of its kind; the record need not be read
             entries = {each.model_call_id: each for each in await self._recorder.recorded(call.rollout_id)}
+        except BadRequest:
+            raise
         except Exception:  # what cannot be read cannot be repeated; the call itself can still be made
             log.exception("%s: the journal could not be read; a repeated request is sampled anew", call.rollout_id)
             return None, None
@@ -134,3 +147,8 @@ class Repeats:
             return False  # a live worker that lost the call without saying so
         await asyncio.sleep(pause)
         return True
+
+
+def _require_own_key(call: ModelCall, calls: Iterable[JournalledCall]) -> None:
+    if key_conflict(calls, call.tag):
+        raise BadRequest("this Idempotency-Key was used with another body; a new request needs a new key")

@@ -66,10 +66,11 @@ def waited_for(call_id: str) -> str:
 
 
 def key_conflict(calls: Iterable[JournalledCall], tag: str) -> bool:
-    """Whether the `Idempotency-Key` in `tag` was used with another body."""
+    """Whether the `Idempotency-Key` in `tag` is another body's: that of the first call which used it."""
     mark = tag.rpartition("/")[2]
     used = (call.intent.request_digest for call in calls)
-    return any(each != tag and each.count("/") == 2 and each.rpartition("/")[2] == mark for each in used)
+    first = next((each for each in used if each.count("/") == 2 and each.rpartition("/")[2] == mark), tag)
+    return first.partition("/")[0] != tag.partition("/")[0]
 
 
 def decide(calls: Sequence[JournalledCall], call_id: str, left: Collection[str] = ()) -> Verdict:
