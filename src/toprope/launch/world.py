@@ -315,7 +315,7 @@ class World:
         bound = None if environment is None else environment.verify_bound_s
         if bound is not None and config.verify_timeout_s <= bound:
             raise ConfigError(
-                f"servers.{name}.verify_timeout_s: {config.verify_timeout_s:g} given, and verify of {config.resources} "
+                f"verify_timeout_s: {config.verify_timeout_s:g} given, and verify of {config.resources} "
                 f"may take {bound:g} s before it ends a hostile answer; accepted: more than that"
             )
         return EnvironmentServer(

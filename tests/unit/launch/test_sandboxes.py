@@ -98,7 +98,7 @@ async def test_a_verify_that_may_take_longer_than_its_time_is_refused(
     world = World(configuration, build_parts(configuration, Client()), Client(), workspace=None, capture=False)
     try:
         if refused:
-            with pytest.raises(ConfigError, match=r"episode\.verify_timeout_s: 60 given.*60 s"):
+            with pytest.raises(ConfigError, match=r"episode: verify_timeout_s: 60 given.*60 s"):
                 await world.start()
         else:
             await world.start()
