@@ -4,9 +4,10 @@
 itself when its first call is on record and the reply has not left.
 
 `python -m tests.crash.model_process` is a stable: it has everything imported and forks a server for each line
-`{"directory", "upstream", "port", "kill_at"}` of its input; says that server's URL, how many points its first call had
-(where `kill_at` is null), and its exit code when it has ended. A point is a call of a function of the product while the
-first request is in hand: they are found, not named, so that what is added later is killed without being told.
+`{"directory", "upstream", "port", "turn", "kill_at"}` of its input; says that server's URL, the points that its call
+number `turn` had (where `kill_at` is null) or the one it dies at, and its exit code when it has ended. A point is a
+call of a function of the product while that request is in hand: they are found, not named, so that what is added later
+is killed without being told. What is said of a point is its phase (`PHASES`) and the function.
 """
 
 from __future__ import annotations
@@ -35,6 +36,16 @@ from toprope.servers.model.server import ModelServer
 
 _PRODUCT = str(Path(toprope.__file__).parent)
 
+PHASES = {
+    "recorder.py:begin": "begun",
+    "chat_endpoint.py:complete": "sent",
+    "chat_endpoint.py:_finished": "finished",
+    "sqlite_store.py:put": "put",
+    "notes.py:answered": "recorded",
+}
+"""The functions that a phase of a call begins with; before all of them it is `read`. `finished`: the upstream's reply
+is there and nobody has begun to write it down."""
+
 
 class Dying(ModelServer):
     async def after_call(self, call: ModelCall, reply: EngineReply) -> None:
@@ -56,26 +67,33 @@ class Spoken(OpenAIEngine):
 
 
 class Counted:
-    """The app, whose first request to a model is counted, point by point."""
+    """The app, whose request number `turn` to a model is counted, point by point."""
 
-    def __init__(self, app: Any, kill_at: int | None) -> None:
-        self._app, self._kill_at, self._count, self._armed = app, kill_at, 0, False
+    def __init__(self, app: Any, turn: int, kill_at: int | None) -> None:
+        self._app, self._turn, self._kill_at = app, turn, kill_at
+        self._asked, self._armed, self._phase = 0, False, "read"
+        self._points: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._app, name)
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        first = not self._armed and scope["type"] == "http" and scope["method"] == "POST"
-        self._armed = self._armed or first
+        asks = scope["type"] == "http" and scope["method"] == "POST"
+        self._asked += asks
+        this = asks and self._asked == self._turn
+        self._armed = self._armed or this
         await self._app(scope, receive, send)
-        if first and self._kill_at is None:
-            print(json.dumps({"points": self._count}), flush=True)
+        if this and self._kill_at is None:
+            print(json.dumps({"points": self._points}), flush=True)
 
     def seen(self, frame: Any, event: str, _: object) -> None:
         if event != "call" or not self._armed or not frame.f_code.co_filename.startswith(_PRODUCT):
             return
-        self._count += 1
-        if self._count == self._kill_at:
+        name = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_code.co_name}"
+        self._phase = PHASES.get(name, self._phase)
+        self._points.append(f"{self._phase} {name}")
+        if len(self._points) == self._kill_at:
+            os.write(1, json.dumps({"died": self._points[-1]}).encode() + b"\n")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -91,14 +109,14 @@ async def main(store: str, directory: Path, upstream: str, port: int, dying: boo
         await asyncio.Event().wait()
 
 
-async def foal(directory: str, upstream: str, port: int, kill_at: int | None) -> None:
+async def foal(directory: str, upstream: str, port: int, kill_at: int | None, turn: int = 1) -> None:
     """One forked server."""
     made = STORES["sqlite"](Path(directory))
     await made.settle_dead_writers()
     async with Client() as client:
         engine = Spoken(client=client, base_url=f"{upstream}/v1", return_token_ids=True)
         server = ModelServer(name="policy", engine=engine, recorder=Recorder(made, reader=made))
-        counted: Any = Counted(server.app, kill_at)
+        counted: Any = Counted(server.app, turn, kill_at)
         if kill_at != 0:
             threading.setprofile(counted.seen)
             sys.setprofile(counted.seen)

@@ -1,4 +1,4 @@
-"""The model server is killed at twenty points of a call and started again; its client sends the request once more.
+"""The model server is killed at twenty points of a turn and started again; its client sends the request once more.
 
 Whatever the point: one recorded call a turn. What was durable is never sampled again, what was not is; and the rollout
 trains, since a retry vouches for a turn that was thrown away.
@@ -11,12 +11,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.crash.model_process import PHASES
 from tests.crash.scenes import STORES
 from tests.crash.syscalls import ROOT
 from tests.unit.model.wire import RawCall
@@ -58,6 +60,7 @@ async def stable() -> AsyncIterator[Stable]:
         env=told,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
+        limit=1 << 22,  # all points of a call are one line
     )
     try:
         yield Stable(process)
@@ -116,15 +119,19 @@ async def ask(port: int, messages: list[Any], stream: bool, risen: asyncio.Futur
     raise AssertionError("five servers died")
 
 
-async def two_turns(servers: Stable, directory: Path, stream: bool, kill_at: int) -> tuple[Samples, list[str]]:
-    """Two turns with a server that dies at a point of the first one; what was sampled, and what the client read."""
+async def two_turns(
+    servers: Stable, directory: Path, stream: bool, turn: int, kill_at: int
+) -> tuple[Samples, list[str], str]:
+    """Two turns with a server that dies at a point of one; what was sampled, what the client read, and the point."""
     samples, said = Samples(), []
+    deaths: list[str] = []
     async with serving(ScriptedUpstream(answer=samples)) as upstream:
         told = {"directory": str(directory), "upstream": upstream}
-        first = await servers.ask(**told, port=0, kill_at=kill_at)
+        first = await servers.ask(**told, port=0, turn=turn, kill_at=kill_at)
         port = int(first["url"].rpartition(":")[2])
 
         async def again() -> Any:
+            deaths.append((await servers.hear())["died"])
             assert await servers.ask(wait=first["pid"]) == {"code": -9}
             return await servers.ask(**told, port=port, kill_at=0)
 
@@ -136,20 +143,20 @@ async def two_turns(servers: Stable, directory: Path, stream: bool, kill_at: int
         second = await risen
         os.kill(second["pid"], 9)
         await servers.ask(wait=second["pid"])
-    return samples, said
+    return samples, said, deaths[0]
 
 
+@pytest.mark.parametrize("turn", [1, 2], ids=["first turn", "second turn"])
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "streamed"])
 async def test_a_server_killed_at_any_of_twenty_points_leaves_one_recorded_call_a_turn(
-    tmp_path: Path, stream: bool
+    tmp_path: Path, stream: bool, turn: int, say: Callable[[str], None]
 ) -> None:
-    outcomes = set()
+    outcomes, phases = set(), Counter[str]()
     async with stable() as servers:
-        size = await _points(servers, tmp_path, stream)
-        assert size > 10 * POINTS
-        for number in range(POINTS):
+        points = await _points(servers, tmp_path, stream, turn)
+        for number, kill_at in enumerate(_chosen(points)):
             directory = tmp_path / str(number)
-            samples, said = await two_turns(servers, directory, stream, 1 + number * (size - 1) // (POINTS - 1))
+            samples, said, died = await two_turns(servers, directory, stream, turn, kill_at)
             store = STORES["sqlite"](directory)
             kept = [entry.generation_token_ids.tolist() for entry in await store.open_entries("r")]
             output = [{"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": said[-1]}]}]
@@ -160,25 +167,49 @@ async def test_a_server_killed_at_any_of_twenty_points_leaves_one_recorded_call_
             # The last sample of a turn is the one that the client read, and the only one on record.
             turns = [len(messages) for messages in samples.asked]
             last = [max(at for at, size in enumerate(turns, 1) if size == turn) for turn in (1, 3)]
-            where = (number, turns, said, delivered["metrics"])
+            where = (died, turns, said, delivered["metrics"])
             assert said == [f"answer {each}" for each in last], where
             assert kept == [ids_of(each) for each in last], where
             assert delivered["metrics"]["mask_reasons"] == [], where
             assert delivered["rebuilt_response"] is not None, where
-            outcomes.add(turns.count(1))
+            assert turns.count((3, 1)[turn - 1]) == 1, where  # the other turn was never in danger
+            outcomes.add(turns.count((1, 3)[turn - 1]))
+            phases[died.partition(" ")[0]] += 1
     assert outcomes == {1, 2}  # some died before the record and some after it
+    # By name: what the upstream had finished and nobody had begun to write down was killed too.
+    assert phases.keys() == {"read", *PHASES.values()}
+    assert phases.total() == POINTS
+    told = ", ".join(f"{count} {phase}" for phase, count in sorted(phases.items()))
+    say(f"model server killed at points of turn {turn}, {'streamed' if stream else 'plain'}: {told}")
 
 
-async def _points(servers: Stable, folder: Path, stream: bool) -> int:
-    """How many points the first call of a server has that nobody kills."""
+def _chosen(points: list[str]) -> list[int]:
+    """The points to die at, counted from 1: two inside each phase, the others at even distances over the whole call."""
+    assert len(points) > 10 * POINTS
+    chosen: set[int] = set()
+    for phase in ("read", *PHASES.values()):
+        inside = [at for at, point in enumerate(points, 1) if point.startswith(f"{phase} ")]
+        chosen |= {inside[len(inside) // 3], inside[2 * len(inside) // 3]}
+    step = 1
+    while len(chosen) < POINTS:
+        chosen.add(1 + step * 7919 % len(points))
+        step += 1
+    return sorted(chosen)
+
+
+async def _points(servers: Stable, folder: Path, stream: bool, turn: int) -> list[str]:
+    """The points that a call has of a server that nobody kills."""
     async with serving(ScriptedUpstream(answer=Samples())) as upstream:
-        made = await servers.ask(directory=str(folder / "count"), upstream=upstream, port=0, kill_at=None)
+        made = await servers.ask(directory=str(folder / "count"), upstream=upstream, port=0, turn=turn, kill_at=None)
         risen: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        await ask(int(made["url"].rpartition(":")[2]), [{"role": "user", "content": "go"}], stream, risen)
-        size = int((await servers.hear())["points"])
+        messages: list[Any] = [{"role": "user", "content": "go"}]
+        for _ in range(turn):
+            text = await ask(int(made["url"].rpartition(":")[2]), messages, stream, risen)
+            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "on"}]
+        points: list[str] = (await servers.hear())["points"]
         os.kill(made["pid"], 9)
         await servers.ask(wait=made["pid"])
-    return size
+    return points
 
 
 @pytest.mark.parametrize("fate", ["it ends", "it dies"])
