@@ -16,7 +16,11 @@ import toprope
 
 async def take(directory: str, out: str, rewards: dict[str, float]) -> None:
     async with toprope.open_store(directory) as store:
+        known = {info.rollout_id for info in await store.list_captures(retired=True)}
         for key, reward in rewards.items():
+            if key not in known:  # to freeze a key that nobody used would close it for good
+                print(f"no capture: {key!r}; `toprope capture ls {directory}` lists the keys", file=sys.stderr)
+                continue
             # What you know of the rollout. Add what you like; only these keys are read.
             row = {"_ng_rollout_id": key, "reward": reward, "response": {"output": []}}
             built = await toprope.finalize_rollout_token_capture(row, store, format="trace")
@@ -47,5 +51,7 @@ def show(key: str, row: dict) -> None:
 
 
 if __name__ == "__main__":
+    if len(sys.argv) < 4 or not all("=" in argument for argument in sys.argv[3:]):
+        sys.exit(__doc__)
     given = [argument.rpartition("=") for argument in sys.argv[3:]]
     asyncio.run(take(sys.argv[1], sys.argv[2], {key: float(reward) for key, _, reward in given}))

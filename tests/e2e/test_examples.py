@@ -17,9 +17,11 @@ from typing import Any
 import pytest
 import yaml
 
+from toprope.capture.sqlite_store import SqliteStore
 from toprope.http.client import Client
 from toprope.launch.config import load_configuration
 from toprope.launch.parts import build_parts
+from toprope.testing.capture_kit import sample_entry
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FOREIGN = EXAMPLES / "foreign_agent"
@@ -149,7 +151,7 @@ def test_an_agent_of_two_dialects_gives_the_same_trainable_row_and_its_evidence_
         assert "403" in late.stderr
         again = served.take("m-1=1.0", "nobody=1.0")
         assert "m-1: already delivered" in again.stderr
-        assert "no_generation" in again.stderr
+        assert "no capture: 'nobody'" in again.stderr
         assert len(served.rows()) == 2
 
 
@@ -252,3 +254,18 @@ def test_a_directory_without_captures_is_named(tmp_path: Path) -> None:
         assert done.returncode == 1
         assert said in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.promise("UX-2")
+async def test_a_mistyped_key_is_named_and_stays_open(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "capture.sqlite")
+    await store.put(sample_entry("minutes-1", "c1"))
+    program = str(FOREIGN / "take_tokens.py")
+    assert "no capture: 'minutes-11'" in python(tmp_path, program, ".", "rows.jsonl", "minutes-11=1.0").stderr
+    for arguments in (["rows.jsonl", "minutes-1"], ["rows.jsonl"]):
+        done = python(tmp_path, program, ".", *arguments)
+        assert done.returncode == 1
+        assert done.stderr.startswith("Take finished rollouts out of a capture store")
+    assert [each.state for each in await store.list_captures()] == ["open"]
+    await store.put(sample_entry("minutes-11", "c1"))
+    await store.close()

@@ -95,6 +95,11 @@ class SqliteFile:
                 f"{path}: the sqlite capture store needs a local disk, and this is {kind}, a network file system. "
                 "Put the run directory on a local disk, or choose the jsonl store."
             )
+        if path.is_dir():
+            raise ConfigError(
+                f"{path}: a directory stands where the sqlite capture store keeps its file. Move it away, or name "
+                "another run directory; the jsonl store is what keeps captures in a directory."
+            )
         self.path = path
         self._lock = FileLock(path.with_name(path.name + ".lock"))
 

@@ -251,11 +251,12 @@ def _lay_out(rollout_id: str, chains: Iterable[tuple[list[Call], Role]]) -> tupl
 
 def _metrics(case: _Case, traces: tuple[Trace, ...], found: tuple[str, ...]) -> Metrics:
     terminal, sorted_out = case.terminal, case.sorted
+    delivered_roots = {trace.call_ids[0] for trace in traces}
     last = terminal.call.id if terminal.call is not None else traces[0].call_ids[-1] if traces else None
     return Metrics(
         n_calls=len(case.evidence.calls) + len(case.evidence.aside),
-        n_chains=1 if terminal.call is not None else len(case.leaves()),
-        n_roots=1 if terminal.call is not None else len(case.roots()),
+        n_chains=max(1, len(traces)) if terminal.call is not None else len(case.leaves()),
+        n_roots=max(1, len(delivered_roots)) if terminal.call is not None else len(case.roots()),
         quarantined=tuple(sorted(sorted_out.quarantined)),
         collapsed=tuple(sorted(sorted_out.collapsed)),
         cut=tuple(sorted(sorted_out.cut)),

@@ -176,7 +176,7 @@ async def test_a_bad_put_does_not_take_its_group_along(tmp_path: Path) -> None:
 
 
 async def test_what_cannot_be_written_with_its_group_takes_nobody_along(tmp_path: Path) -> None:
-    """A name that SQLite cannot hold is noticed when the group is written; the others are then written alone."""
+    """A text that SQLite cannot hold is noticed when the group is written; the others are then written alone."""
     store = SqliteStore(tmp_path / "capture.db")
     await store.put(sample_entry("a", "c0"))
     with FileLock(tmp_path / "capture.db.lock").held():
@@ -184,7 +184,7 @@ async def test_what_cannot_be_written_with_its_group_takes_nobody_along(tmp_path
         await asyncio.sleep(0)
         answers = asyncio.gather(
             store.begin_call("b", "c1"),
-            store.begin_call("c", "\ud800"),
+            store.begin_call("c", "c1", intent=Intent(request_digest="\ud800")),
             store.put(sample_entry("a", "c1")),
             store.mark_incomplete("d", reason="write_failed:told"),
             return_exceptions=True,
@@ -429,6 +429,13 @@ async def test_files_that_are_no_store_are_refused_and_left_alone(tmp_path: Path
             await store.open_entries("k")
         await store.close()
         assert path.read_bytes() == before
+
+
+@pytest.mark.promise("UX-2")
+def test_a_directory_where_the_file_should_be_is_refused_in_one_paragraph(tmp_path: Path) -> None:
+    (tmp_path / "capture.sqlite").mkdir()
+    with pytest.raises(ConfigError, match=r"capture\.sqlite: a directory stands where"):
+        SqliteStore(tmp_path / "capture.sqlite")
 
 
 async def test_a_directory_that_cannot_be_made_is_said_with_its_path(tmp_path: Path) -> None:

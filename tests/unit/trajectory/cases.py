@@ -250,15 +250,27 @@ def test_all_chains_have_roles_and_own_each_span_once(build: Builder) -> None:
         at(7, entry("k2", [2, 60, 9], [61], "k1", NEXT)),
         at(8, entry("k3", [2, 60, 9, 61, 9], [62], "k2", NEXT)),
     ]
-    traces = trained(
-        go(build, entries, explicit="k2", deliver="all_chains"),
-        ["k1", "k2"],
-        ["m1", "m2"],
-        ["m1", "m2x", "m3"],
-        ["s1"],
-    )
+    built = go(build, entries, explicit="k2", deliver="all_chains")
+    traces = trained(built, ["k1", "k2"], ["m1", "m2"], ["m1", "m2x", "m3"], ["s1"])
+    assert (built.metrics.n_chains, built.metrics.n_roots) == (4, 3)
+    single = go(build, entries, explicit="k2")
+    assert (single.metrics.n_chains, single.metrics.n_roots) == (1, 1)
     assert [trace.role for trace in traces] == ["terminal", "abandoned_retry", "before_compaction", "sub_agent"]
     assert [trace.loss_mask.astype(int).tolist() for trace in traces[1:3]] == [[0, 1, 0, 1], [0, 0, 0, 1, 0, 1]]
+
+
+def test_the_terminals_trace_owns_what_it_shares_whatever_the_leaves_are_called(build: Builder) -> None:
+    """A span is trained on once: in the chain that was scored, not in one whose leaf's id happens to be smaller."""
+    root = entry("root", [1], [50], None, ROOT)
+    shared = entry("m", [1, 50, 9], [51], "root", NEXT)
+    forks = [entry("a", [1, 50, 9, 51, 8], [52], "m", NEXT), entry("z", [1, 50, 9, 51, 7], [53], "m", NEXT)]
+    entries = [root, shared, *forks]
+    for named, other in (("z", "a"), ("a", "z")):
+        path = ["root", "m"]
+        traces = trained(go(build, entries, explicit=named, deliver="all_chains"), [*path, named], [*path, other])
+        assert [trace.loss_mask.astype(int).tolist() for trace in traces] == [[0, 1, 0, 1, 0, 1], [0, 0, 0, 0, 0, 1]]
+    unnamed = trained(go(build, entries, deliver="all_chains"), ["root", "m", "a"], ["root", "m", "z"])
+    assert [int(trace.loss_mask.sum()) for trace in unnamed] == [3, 1]
 
 
 def test_all_chains_never_deliver_an_undecided_retry(build: Builder) -> None:
