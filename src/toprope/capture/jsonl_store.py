@@ -19,7 +19,7 @@ from toprope.capture.epochs import WriterEpochs
 from toprope.capture.jsonl_captures import JsonlCaptures
 from toprope.capture.jsonl_files import Files, OsFiles
 from toprope.capture.jsonl_threads import KeyedThreads
-from toprope.capture.protocols import BeginAck, CaptureInfo, Intent, JournalledCall, PutAck
+from toprope.capture.protocols import BeginAck, CaptureInfo, Intent, JournalledCall, PutAck, check_ids
 from toprope.capture.settling import Changes, InFlight, wait_settled
 from toprope.errors.tree import CaptureClosed, CaptureError
 from toprope.tokens.entry import TokenEntry
@@ -61,6 +61,7 @@ class JsonlStore:
 
     async def begin_call(self, rollout_id: str, model_call_id: str, *, intent: Intent | None = None) -> BeginAck:
         """Once it returns the intent survives a power cut. Known already: no-op."""
+        check_ids("begin_call", rollout_id, model_call_id)
         told = intent or Intent()
         return await self._run(rollout_id, lambda: self._captures.begin(rollout_id, model_call_id, told))
 
@@ -75,6 +76,7 @@ class JsonlStore:
 
     async def abort_call(self, rollout_id: str, model_call_id: str, *, reason: str) -> None:
         """Once it returns the intent is closed, durably, and does not count as lost. After its put: no-op."""
+        check_ids("abort_call", rollout_id, model_call_id)
         await self._run(rollout_id, lambda: self._captures.abort(rollout_id, model_call_id, reason))
         self._changes.tell(rollout_id)
 

@@ -15,7 +15,16 @@ from dataclasses import dataclass, field, replace
 from toprope.capture.fence import Fence, fence_key
 from toprope.capture.packing import pack
 from toprope.capture.prompts import PromptArena
-from toprope.capture.protocols import BeginAck, CaptureInfo, EntryConflict, Intent, JournalledCall, PutAck, closed
+from toprope.capture.protocols import (
+    BeginAck,
+    CaptureInfo,
+    EntryConflict,
+    Intent,
+    JournalledCall,
+    PutAck,
+    check_ids,
+    closed,
+)
 from toprope.capture.settling import Changes, InFlight, wait_settled
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.lifecycle import (
@@ -61,7 +70,10 @@ class _Capture:
 
 
 class MemoryStore:
-    """Sink, source, reader, and every optional verb, in this process only. Safe to use from several event loops."""
+    """Sink, source, reader, and every optional verb, in this process only. Safe to use from several event loops.
+
+    Every verb raises `RuntimeError` once it is closed, and `CaptureError` for a call id or key that is no Unicode text.
+    """
 
     durable = False
 
@@ -71,13 +83,15 @@ class MemoryStore:
         self._captures: dict[str, _Capture] = {}
         self._fences: dict[str, Fence] = {}
         self._changes = Changes()
+        self._closed = False
         self.freeze_listeners: list[Callable[[str], None]] = []
 
     async def begin_call(self, rollout_id: str, model_call_id: str, *, intent: Intent | None = None) -> BeginAck:
         """Once it returns the intent stands. Raises `CaptureClosed` on a frozen, retired or fenced key."""
         with self._guard:
-            capture, _ = self._happen(rollout_id, model_call_id, Begin())
-            capture.intents.setdefault(model_call_id, intent or Intent())
+            capture, done = self._happen(rollout_id, model_call_id, Begin())
+            if done.verdict is Verdict.DONE:
+                capture.intents[model_call_id] = intent or Intent()
             return BeginAck(capture.head.calls, capture.head.entries)
 
     async def put(self, entry: TokenEntry) -> PutAck:
@@ -221,7 +235,8 @@ class MemoryStore:
             return attempt <= self._fences.get(rollout, Fence()).swept
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Once it returns no verb is served any more; what was kept is gone with the store."""
+        self._closed = True
 
     def _phase(self, key: str) -> Phase:
         if key in self._captures:
@@ -230,6 +245,9 @@ class MemoryStore:
         return Phase.FENCED if self._fences.get(rollout, Fence()).keeps_out(attempt) else Phase.ABSENT
 
     def _happen(self, key: str, call_id: str | None, event: Event) -> tuple[_Capture, Step]:
+        if self._closed:
+            raise RuntimeError("the capture store is closed")
+        check_ids(event.verb, key, call_id or "")
         capture = self._captures.get(key) or _Capture(Head(phase=self._phase(key)), created=self._clock())
         call = capture.calls.get(call_id, Call()) if call_id is not None else Call()
         done = step(capture.head, call, event)

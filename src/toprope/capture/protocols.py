@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from toprope.errors.tree import CaptureClosed, CaptureError
-from toprope.tokens.entry import TokenEntry
+from toprope.tokens.entry import TokenEntry, is_text
 from toprope.tokens.snapshot import Receipt, TokenCaptureSnapshot
 
 
@@ -200,6 +200,12 @@ class DiscardingStore(Protocol):
 
 class EntryConflict(CaptureError):
     """`put` refused other bytes under a recorded call id. The rollout is marked incomplete already."""
+
+
+def check_ids(verb: str, rollout_id: str, model_call_id: str) -> None:
+    """Raise `CaptureError` for an id that no file can hold: half a surrogate pair, which JSON can say in escapes."""
+    if not is_text(rollout_id) or not is_text(model_call_id):
+        raise CaptureError(f"{verb}: call {model_call_id!r} of {rollout_id!r}: an id must be Unicode text")
 
 
 def closed(rollout_id: str, phase: str, verb: str) -> CaptureClosed:

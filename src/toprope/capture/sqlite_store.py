@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 
 from toprope.capture.epochs import WriterEpochs
 from toprope.capture.prompts import RecentCalls
-from toprope.capture.protocols import BeginAck, CaptureInfo, Intent, JournalledCall, PutAck, closed
+from toprope.capture.protocols import BeginAck, CaptureInfo, Intent, JournalledCall, PutAck, check_ids, closed
 from toprope.capture.settling import Changes, InFlight, wait_settled
 from toprope.capture.sqlite_file import SqliteFile
 from toprope.capture.sqlite_reader import SqliteReader
@@ -65,6 +65,7 @@ class SqliteStore:
 
     async def begin_call(self, rollout_id: str, model_call_id: str, *, intent: Intent | None = None) -> BeginAck:
         """Once it returns the intent survives a power cut. Known already: no-op."""
+        check_ids("begin_call", rollout_id, model_call_id)
         told = intent or Intent()
         self._epochs.hold(told.writer_epoch)
         return cast(BeginAck, await self._write(lambda writer: writer.begin(rollout_id, model_call_id, told)))
@@ -80,6 +81,7 @@ class SqliteStore:
 
     async def abort_call(self, rollout_id: str, model_call_id: str, *, reason: str) -> None:
         """Once it returns the intent is closed, durably, and does not count as lost. After its put: no-op."""
+        check_ids("abort_call", rollout_id, model_call_id)
         await self._write(lambda writer: writer.abort(rollout_id, model_call_id, reason))
         self._changes.tell(rollout_id)
 

@@ -234,7 +234,7 @@ def typed_reason(reason: str | None, call_id: str = "") -> str:
         text = f"write_failed:{text}"
     if call_id and call_id not in text.split(":"):
         text = f"{text}:{call_id}"
-    return text
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def snapshot_reasons(incomplete: Iterable[str], aborts: Iterable[str | None]) -> tuple[str, ...]:

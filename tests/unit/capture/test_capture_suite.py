@@ -55,7 +55,13 @@ async def test_a_broken_transport_is_failed_by_its_own_check_and_by_no_other(
     assert passed >= len(CHECKS) // 2, "skipping must not hide what nobody looked at"
 
 
-class ShortFloats(MemoryStore):
+class Shared(MemoryStore):
+    """Every client is this one object, which none of them closes."""
+
+    async def close(self) -> None: ...
+
+
+class ShortFloats(Shared):
     async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
         snapshot = await super().freeze(rollout_id)
         for entry in snapshot.entries:
@@ -74,19 +80,19 @@ async def test_logprobs_that_come_back_shorter_are_caught() -> None:
     assert outcomes["floats_and_texts_come_back_bit_for_bit"] == "failed"
 
 
-class ForgetsBoundaries(MemoryStore):
+class ForgetsBoundaries(Shared):
     """A record format without a field for a parent that nobody found."""
 
     async def put(self, entry: TokenEntry) -> PutAck:
         return await super().put(replace(entry, parent_decision="resolved" if entry.parent_call_id else "root"))
 
 
-class ForgetsWhoRead(MemoryStore):
+class ForgetsWhoRead(Shared):
     async def put(self, entry: TokenEntry) -> PutAck:
         return await super().put(replace(entry, client_gone=False, weight_versions=()))
 
 
-class SweepsTheFence(MemoryStore):
+class SweepsTheFence(Shared):
     async def sweep_retired(self, older_than: float) -> int:
         before = {each.rollout_id for each in await self.list_captures(retired=True)}
         count = await super().sweep_retired(older_than)

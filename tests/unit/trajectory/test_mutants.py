@@ -148,6 +148,16 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "spans_owned_twice": ("build", "        owned |= mine\n", "        pass\n"),
     "undecided_retries_in_all_chains": ("build", "any(call.id in undecided for call in path) or ", ""),
     "unsafe_chains_in_all_chains": ("build", " or _reasons_on_path(path):\n", ":\n"),
+    "the_smallest_leaf_owns_what_the_terminal_shares": (
+        "build",
+        'key=lambda chain: (chain[1] != "terminal", chain[0][-1].id)',
+        "key=lambda chain: chain[0][-1].id",
+    ),
+    "owners_by_leaf_whatever_the_order": (
+        "build",
+        "traces = []\n    for path, role in chains:",
+        "traces = []\n    for path, role in sorted(chains, key=lambda chain: chain[0][-1].id):",
+    ),
     "calls_after_the_terminal_in_all_chains": ("build", "case.terminal.call.descendants()", "set()"),
     "interstitial_tokens_trained": ("trace", "loss_mask[start:end] = True", "loss_mask[at:end] = True"),
     "logprobs_shifted": ("trace", "log_probs[start:end] = call.entry", "log_probs[start:end] = -0.1 + call.entry"),
