@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
 
@@ -14,6 +13,7 @@ from toprope.capture.memory_store import MemoryStore
 from toprope.capture.recorder import Recorder
 from toprope.errors.tree import CaptureError
 from toprope.http.app import Limits
+from toprope.servers.model.retries import CLIENT_GONE
 from toprope.telemetry.calls import CallLog, read_call_log
 from toprope.testing.scripted import ScriptedCall, ScriptedReply
 from toprope.trajectory.build import Trainable, build
@@ -296,33 +296,78 @@ async def test_a_client_that_closes_after_the_last_event_has_its_turn(recorder, 
     assert [reason for call in await store.begun_calls("4-2") if (reason := call.abort)] == []
 
 
+class Paced:
+    """A typist that says its next piece, and its end, only when it is let: what was not let cannot be on its way."""
+
+    def __init__(self):
+        self._let, self._free = asyncio.Semaphore(0), asyncio.Event()
+        self.engine = Typist(script=[RICH], size=4, before=lambda _: self._next(), at_end=self._next)
+        reply = [{"type": "reasoning", "content": [{"text": RICH.reasoning}]}, {"content": [{"text": RICH.text}]}]
+        calls = [{"type": "function_call", "name": c.name, "arguments": c.arguments} for c in RICH.calls]
+        self.pieces = len(list(self.engine._pieces([reply[0], {"type": "message", **reply[1]}, *calls])))
+
+    async def _next(self):
+        if not self._free.is_set():
+            await self._let.acquire()
+
+    async def read(self, call, place):
+        """Read up to byte `place` of the body, piece by piece; whether a byte of the end was among them."""
+        for _ in range(self.pieces):
+            self._let.release()
+            before = len(call.body)
+            await call.read(lambda body, n=before: len(body) > n)
+            if len(call.body) >= place:
+                return False
+        self._let.release()
+        await call.read(lambda body: len(body) >= place)
+        return True
+
+    def go_on(self):
+        """Let all that is still to be said."""
+        self._free.set()
+        self._let.release()
+
+    def hold(self):
+        assert self._let.locked()
+        self._free.clear()
+
+
 @pytest.mark.promise("MS-3")
-async def test_cut_at_any_byte_a_call_is_recorded_aborted_or_marked():
-    rng = random.Random(5)
-    for dialect in DIALECTS:
-        store = MemoryStore()
-        async with on_the_wire(
-            engine=Typist(script=[RICH], size=4, before=lambda number: asyncio.sleep(0)),
-            recorder=Recorder(store, reader=store),
-        ) as wire:
-            whole = await wire.ask(dialect, stream=True)
-            size = len(await whole.end())
-            places = sorted(rng.sample(range(size), 12))
-            for place in places:
-                call = await wire.ask(dialect, stream=True)
-                with contextlib.suppress(EOFError):
-                    await call.read(lambda body, n=place: len(body) >= n)
-                call.leave()
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_cut_at_any_byte_a_call_is_aborted_at_once_and_recorded_or_was_recorded_before(dialect, store, recorder):
+    rng, paced = random.Random(5), Paced()
+    ends = []
+    async with on_the_wire(engine=paced.engine, recorder=recorder) as wire:
+        whole = await wire.ask(dialect, stream=True)
+        await paced.read(whole, 1 << 30)
+        size = len(whole.body)
+        for number, place in enumerate(sorted([*rng.sample(range(size), 15), size - 1]), 1):
+            call = await wire.ask(dialect, stream=True, more={"seed": number})  # an equal one would be a retry
+            ended = await paced.read(call, place)
+            ends.append(ended)
+            if ended:  # not a byte of the end comes before the record
+                assert (await store.begun_calls("4-2"))[number].recorded
+            call.leave()
+            if not ended:
+                await _until(lambda n=number: _is_gone(store, n))
+                assert not (await store.begun_calls("4-2"))[number].recorded
+                paced.go_on()
             await _until(lambda: _now(wire.server._turns.running == 0))
+            paced.hold()
         snapshot = await store.freeze("4-2")
-        assert not snapshot.incomplete
-        calls = await store.begun_calls("4-2")
-        assert len(calls) == 13
-        for call in calls:
-            assert call.recorded or call.abort is not None
-        for entry in snapshot.entries:
-            assert [item["type"] for item in entry.output_items][-2:] == ["function_call"] * 2
-            assert entry.generation_token_ids.size == snapshot.entries[0].generation_token_ids.size
+    assert set(ends) == {True, False}
+    calls = await store.begun_calls("4-2")
+    assert [(call.recorded, call.abort) for call in calls] == [(True, None)] * 17
+    assert not snapshot.incomplete
+    gone = {entry.model_call_id: entry.client_gone for entry in snapshot.entries}
+    assert all(gone[call.call_id] for call, ended in zip(calls[1:], ends, strict=True) if not ended)
+    for entry in snapshot.entries:
+        assert [item["type"] for item in entry.output_items][-2:] == ["function_call"] * 2
+        assert entry.generation_token_ids.size == snapshot.entries[0].generation_token_ids.size
+
+
+async def _is_gone(store, number):
+    return (await store.begun_calls("4-2"))[number].abort == CLIENT_GONE
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
