@@ -8,6 +8,7 @@ from typing import Any
 
 from toprope.dialects.chat_reply import chat_reply
 from toprope.dialects.chat_request import wants_usage
+from toprope.dialects.emitted import data_event
 from toprope.dialects.errors import error_headers, error_status, messages_error, openai_error
 from toprope.dialects.messages_reply import messages_reply
 from toprope.dialects.pivot import PivotReply, with_item_ids
@@ -16,6 +17,7 @@ from toprope.dialects.stream import StreamWriter, open_stream
 from toprope.errors.tree import TopropeError
 from toprope.http.reply import Reply, json_reply
 from toprope.http.request import Request
+from toprope.protocol.headers import SHOULD_RETRY
 from toprope.servers.model.call import ModelCall
 from toprope.servers.model.engines.base import Dialect, EngineReply, SampledTokens, Usage
 from toprope.tokens.entry import BadRecord, TokenEntry, as_ids, as_log_probs
@@ -120,6 +122,25 @@ def render_error(error: TopropeError, request: Request | None = None) -> Reply:
     status = error_status(error)
     body = messages_error if request is not None and "/v1/messages" in request.path else openai_error
     return json_reply(body(error, status), status, headers=error_headers(error, status))
+
+
+def late_error(dialect: Dialect, error: TopropeError, opened: bytes) -> bytes | None:
+    """The event that tells a terminal error in a stream of which only `opened`, its head, and keep-alives have left.
+
+    None for an error that a resend may mend: clients resend after a cut, and would take an event for the last word.
+    """
+    status = error_status(error)
+    if SHOULD_RETRY not in error_headers(error, status):
+        return None
+    match dialect:
+        case "chat":
+            return data_event(openai_error(error, status))
+        case "responses":  # the event type's own fields, and `error`, at which the public client raises
+            told = openai_error(error, status)
+            own = {name: told["error"][name] for name in ("code", "message", "param")}
+            return data_event({"type": "error", **own, "sequence_number": opened.count(b"\n\n"), **told}, "error")
+        case "messages":
+            return data_event(messages_error(error, status), "error")
 
 
 def token_bundle(tokens: SampledTokens | None) -> dict[str, Any] | None:

@@ -200,7 +200,8 @@ class ModelServer:
             raise
         if not (call.stream and self._repeats.may_be_one(call)):
             return await self._serve(call, request)
-        held = HeldStream(self.app.detach(self._serve(call, request), f"reply of {call_id}"), self._keep_alive_s)
+        work = self.app.detach(self._serve(call, request), f"reply of {call_id}")
+        held = HeldStream(work, dialect, self._keep_alive_s)
         return await held.ready() or streaming_reply(held)
 
     async def _serve(self, call: ModelCall, request: Request) -> Reply:

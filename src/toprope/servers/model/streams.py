@@ -1,8 +1,9 @@
 """The body of a streamed reply: deltas as they come, the finish once the turn is done, keep-alives in between.
 
 A turn is done when its record is durable (`turns`), so that no client sees the end of a turn that could still be lost.
-What goes wrong after the first byte cuts the connection: clients resend cleanly after a cut, and some make up a tool
-result after an error event. Left to others: the bytes of events (`dialects.stream`), sending them (the http kit).
+What goes wrong after the first delta cuts the connection: clients resend cleanly after a cut, and some make up a tool
+result after an error event. Where only keep-alives have left, a terminal error is told by its event: after a cut it
+would be sent again for nothing. Left to others: the bytes of events (`dialects.stream`), sending them (the http kit).
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections.abc import AsyncIterator, Callable
 from toprope.dialects.emitted import COMMENT
 from toprope.dialects.pivot import PivotReply
 from toprope.dialects.stream import StreamWriter
-from toprope.errors.tree import NotReady
+from toprope.errors.tree import NotReady, TopropeError
 from toprope.http.reply import Reply
 from toprope.http.streaming import close_stream
-from toprope.servers.model.engines.base import EngineReply
+from toprope.servers.model.engines.base import Dialect, EngineReply
+from toprope.servers.model.replies import late_error
 from toprope.servers.model.turns import Turn, Turns
 
 Finish = Callable[[EngineReply], PivotReply]
@@ -38,7 +40,8 @@ class TurnStream:
         self._turns = turns
         self._keep_alive_s = keep_alive_s
         self._changed = asyncio.Event()
-        self._opened = self._finished = self._sent = False
+        self._head = b""
+        self._opened = self._said = self._finished = self._sent = False
         turn.wake = self._changed.set
         self._task.add_done_callback(lambda _: self._changed.set())
 
@@ -65,15 +68,28 @@ class TurnStream:
         head = b""
         if not self._opened:
             self._opened, head = True, self._writer.open()
+            self._head = head
         elif not await self._wait():
             return self._writer.keep_alive()
         deltas, self._turn.deltas = self._turn.deltas, []
+        self._said = self._said or bool(deltas)
         body = head + b"".join(map(self._writer.delta, deltas))
         if not self._task.done() or (deltas and not self._plain_end()):
             return body
-        end = self._writer.finish(self._finish(self._made()))
+        end = self._end()
         self._finished = True
         return body + end
+
+    def _end(self) -> bytes:
+        """The turn's end, or what tells its failure. Raises that failure where the connection is to be cut."""
+        try:
+            made = self._made()
+        except TopropeError as error:
+            told = None if self._said else late_error(self._turn.call.dialect, error, self._head)
+            if told is None:
+                raise
+            return told
+        return self._writer.finish(self._finish(made))
 
     async def aclose(self) -> None:
         """On return the turn knows that nobody reads it, unless its end was sent."""
@@ -105,12 +121,13 @@ class TurnStream:
 class HeldStream:
     """The chunks of a streamed reply that waits for another call's: comments until it is known, then its own.
 
-    `work` makes the reply, in a task of its own that keeps the caller's rollout. Closed before that, it is cancelled.
-    To be iterated by one task.
+    It speaks `dialect` where there is an error to tell. `work` makes the reply, in a task of its own that keeps the
+    caller's rollout. Closed before that, it is cancelled. To be iterated by one task.
     """
 
-    def __init__(self, work: asyncio.Task[Reply], keep_alive_s: float) -> None:
+    def __init__(self, work: asyncio.Task[Reply], dialect: Dialect, keep_alive_s: float) -> None:
         self._work = work
+        self._dialect = dialect
         self._keep_alive_s = keep_alive_s
         self._due = False
         self._chunks: AsyncIterator[bytes] | None = None
@@ -136,8 +153,7 @@ class HeldStream:
             if self._due or not await self._known():
                 self._due = False
                 return COMMENT
-            reply = self._made()
-            self._chunks = _once(reply.body) if reply.stream is None else reply.stream
+            self._chunks = self._begun()
         return await anext(self._chunks)
 
     async def aclose(self) -> None:
@@ -148,6 +164,16 @@ class HeldStream:
             return
         elif (stream := self._work.result().stream) is not None:
             await close_stream(stream)
+
+    def _begun(self) -> AsyncIterator[bytes]:
+        try:
+            reply = self._made()
+        except TopropeError as error:
+            told = late_error(self._dialect, error, b"")
+            if told is None:
+                raise
+            return _once(told)
+        return _once(reply.body) if reply.stream is None else reply.stream
 
     async def _known(self) -> bool:
         await asyncio.wait({self._work}, timeout=self._keep_alive_s)
