@@ -69,6 +69,12 @@ class Processes(Counted):
         self.running.discard(state)
         await super().release(state)
 
+    def kill_left(self) -> None:
+        """What a test that fails leaves must not outlive it."""
+        for child in self.running:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+
 
 class FaultLayer:
     """An app in front of another: one rollout in twenty meets a fault at one of its calls, once or always.
@@ -210,6 +216,7 @@ async def test_a_thousand_episodes_with_faults_are_accounted_for_and_leave_nothi
 
         await up(ModelServer(name="policy", engine=ScriptedEngine(script=solve)).app)
         rooms = Processes(did)
+        stack.callback(rooms.kill_left)
         resources = ResourcesServer(name="rooms", environment=rooms, signing_key=SIGNING_KEY)
         agent = AgentServer(
             name="solver",
