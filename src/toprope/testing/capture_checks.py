@@ -258,9 +258,9 @@ async def the_journal_tells_every_begun_call_in_order(connect: Connect, scale: S
         if isinstance(other.sink, AbortingSink):
             await other.sink.abort_call(key, "c4", reason="client_gone")
             ended["c4"] = (False, "client_gone")
-        await begins[0](key, "c1", intent=told["c2"])
+        await begins[0](key, "c1", intent=told["c3"])
         await other.sink.put(sample_entry(key, "never-begun"))
-        await begins[0](key, "never-begun", intent=told["c2"])
+        await begins[0](key, "never-begun", intent=told["c3"])
         for journal in journals:
             calls = await journal.begun_calls(key)
             demand({c.call_id: (c.recorded, c.abort) for c in calls} == ended, "the journal is wrong about ended calls")
