@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import time
+from email.utils import formatdate
 
 import pytest
 
@@ -16,6 +19,7 @@ from toprope.servers.model.engines.base import EngineRequest
 from toprope.servers.model.engines.openai import OpenAIEngine
 from toprope.testing.upstream import ScriptedUpstream, UpstreamReply, completion, error, serving
 
+JSON = {"content-type": "application/json"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
 GOOD = completion(prompt_token_ids=[1, 10], token_ids=[50, 2], log_probs=[-0.1, -0.2])
 
@@ -207,3 +211,52 @@ async def test_start_learns_the_only_model_and_accepts_endpoints_that_list_none(
 def test_a_base_url_that_is_none_is_a_configuration_error(client):
     with pytest.raises(ConfigError, match="base_url"):
         OpenAIEngine(client=client, base_url="localhost:8000/v1")
+
+
+@pytest.mark.parametrize(
+    ("told", "waits"),
+    [
+        (3_600.0, [(3_000.0, 3_600.0), (3_000.0, 3_600.0)]),
+        (-60.0, [(0.0, 0.0), (0.0, 0.0)]),
+        ("0", [(0.0, 0.0), (0.0, 0.0)]),
+        *((odd, [(0.5, 0.5), (1.0, 1.0)]) for odd in ("nan", "-1", "inf", "-inf", "soon", "Mon, 99 Xyz 2026")),
+    ],
+)
+async def test_a_retry_after_is_a_date_too_and_nonsense_is_not_at_once(client, told, waits):
+    if isinstance(told, float):  # seconds from now
+        told = formatdate(time.time() + told, usegmt=True)
+    upstream, pauses = ScriptedUpstream(answer=lambda request: error(429, "slow", retry_after=told)), []
+
+    async def pause(seconds):
+        pauses.append(seconds)
+
+    async with serving(upstream) as url:
+        with pytest.raises(EngineUnavailable):
+            await OpenAIEngine(client=client, base_url=url, retry_budget_s=9e9, pause=pause).generate(ask())
+    assert [low <= seconds <= high for seconds, (low, high) in zip(pauses, waits, strict=True)] == [True, True]
+
+
+@pytest.mark.parametrize("emit", [None, lambda delta: None])
+@pytest.mark.parametrize(
+    ("inner", "kind", "tries"),
+    [
+        ({"message": "You exceeded", "type": "insufficient_quota", "code": "insufficient_quota"}, Kind.MODEL_QUOTA, 1),
+        ({"message": "no credit balance", "code": None}, Kind.MODEL_QUOTA, 1),
+        ({"message": "maximum context length is 5", "code": "x"}, Kind.MODEL_CONTEXT_LENGTH, 1),
+        ({"message": "no such model", "type": "invalid_request_error"}, Kind.MODEL_REJECTED, 1),
+        ({"message": "bad key", "code": 401}, Kind.MODEL_AUTH, 1),
+        ({"message": "slow down", "type": "rate_limit_exceeded"}, Kind.MODEL_UNAVAILABLE, 3),
+        ({"message": "overloaded"}, Kind.MODEL_UNAVAILABLE, 3),
+    ],
+)
+async def test_an_error_in_a_reply_of_200_is_read_as_one(client, inner, kind, tries, emit):
+    upstream = ScriptedUpstream(answer=lambda request: UpstreamReply(json.dumps({"error": inner}).encode(), 200, JSON))
+
+    async def pause(seconds):
+        pass
+
+    async with serving(upstream) as url:
+        with pytest.raises(EngineError, match=inner["message"]) as caught:
+            await OpenAIEngine(client=client, base_url=url, pause=pause).generate(ask(emit=emit))
+    assert (caught.value.kind, len(upstream.requests)) == (kind, tries)
+    assert caught.value.retryable == (tries > 1)

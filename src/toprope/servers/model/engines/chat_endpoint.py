@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import msgspec
@@ -24,6 +26,7 @@ from toprope.errors.kinds import Delivery
 from toprope.errors.tree import ConfigError, EngineError, EngineUnavailable, PeerError, TransportError
 from toprope.http.client import Client
 from toprope.http.peer import MAX_REPLY_BYTES
+from toprope.http.reply import Reply
 from toprope.http.replystream import StreamedReply
 from toprope.servers.model.engines.base import Emit, StreamDied
 from toprope.servers.model.engines.provider_errors import event_error, provider_error
@@ -147,6 +150,8 @@ class ChatEndpoint:
                 raise self._unusable(error) from error
             if reply.status >= 400:
                 return provider_error(reply)
+            if (told := _told_error(reply)) is not None:
+                return told
             try:
                 return _finished(read_chat_reply(reply.body, keep_logprobs=keep_logprobs), reply.url)
             except BadChatReply as error:
@@ -246,6 +251,8 @@ class _Reading:
         try:
             if kind.partition(";")[0].strip().lower() == "application/json":
                 whole = await reply.whole()
+                if (told := _told_error(whole)) is not None:
+                    raise told
                 return _finished(read_chat_reply(whole.body, keep_logprobs=self._keep_logprobs), reply.url)
             reader = ChatStreamReader(call_id)
             if not await self._read_events(reply, reader) and reader.finish_reason is None:
@@ -290,6 +297,17 @@ def _finished(completion: ChatReply, url: str) -> ChatReply:
     return completion
 
 
+def _told_error(reply: Reply) -> EngineError | None:
+    """The error that a whole reply of 200 tells in place of a completion, read as that of a stream's event."""
+    if b'"error"' not in reply.body:
+        return None
+    try:
+        value = _parsed(reply.body)
+    except BadChatReply:
+        return None
+    return event_error(value, reply.body, reply.url) if isinstance(value, dict) and value.get("error") else None
+
+
 def _parsed(data: bytes) -> Any:
     try:
         return msgspec.json.decode(data)
@@ -302,8 +320,13 @@ def _parsed(data: bytes) -> Any:
 
 
 def _delay(error: EngineError, attempt: int) -> float:
-    """Seconds until the next try: what the provider asks for, else 0.5, 1, 2 ..."""
+    """Seconds until the next try: what the provider asks for, as seconds or as a date, else 0.5, 1, 2 ..."""
+    told = error.headers.get("retry-after", "")
     try:
-        return max(0.0, float(error.headers.get("retry-after", "")))
+        seconds = float(told)
     except ValueError:
-        return 0.5 * 2.0 ** (attempt - 1)
+        try:
+            seconds = max(0.0, parsedate_to_datetime(told).timestamp() - time.time())
+        except (ValueError, OverflowError):
+            seconds = -1.0
+    return seconds if 0.0 <= seconds < math.inf else 0.5 * 2.0 ** (attempt - 1)

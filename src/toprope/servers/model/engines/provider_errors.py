@@ -57,17 +57,27 @@ def provider_error(reply: Reply) -> EngineError:
 
 
 def event_error(event: dict[str, Any], data: bytes, url: str) -> EngineError:
-    """The error for an error event in a stream, whose status stands in its `code`, if anywhere."""
+    """The error for an error that a reply of 200 tells, in a stream's event or whole: its status stands in its `code`,
+    if anywhere, else its words say what it would be."""
     error = event.get("error")
     inner = error if isinstance(error, dict) else event
     code = inner.get("code") or inner.get("status_code") or inner.get("status")
     try:
-        status = int(code) if code is not None else 500
-    except (TypeError, ValueError):
-        status = 400 if str(inner.get("type", "")).startswith("invalid_request") else 500
+        status = int(code) if code is not None else _status_of(inner)
+    except (TypeError, ValueError, OverflowError):
+        status = _status_of(inner)
     status = status if 400 <= status < 600 else 500
     body = data if isinstance(error, dict) else b'{"error":' + data + b"}"
     return provider_error(Reply(status, body, url=url))
+
+
+def _status_of(inner: dict[str, Any]) -> int:
+    told = f"{inner.get('code') or ''} {inner.get('type') or ''} {inner.get('message') or ''}".lower()
+    if any(word in told for word in (*_QUOTA_WORDS, "rate_limit")):
+        return 429
+    if any(word in told for word in _CONTEXT_WORDS) or str(inner.get("type", "")).startswith("invalid_request"):
+        return 400
+    return 500
 
 
 def _body(reply: Reply) -> dict[str, Any]:
