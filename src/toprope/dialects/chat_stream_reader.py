@@ -192,7 +192,7 @@ class ChatStreamReader:
             last.unsent += last.text.end()
 
     def _take_call(self, piece: Mapping[str, Any]) -> None:
-        """Put a piece into the call that it belongs to; a piece of a call that was left already silences the rest."""
+        """Put a piece into the call that it belongs to. One of a call that was left already waits for the finish."""
         call = self._call_of(piece)
         if call is None:
             call_id = _given_id(piece)
@@ -213,8 +213,6 @@ class ChatStreamReader:
                 call.name += name
             said = call.arguments.add(argument_text(function.get("arguments")))
             call.unsent += said
-            left = any(call is each for each in self._line[: self._at])
-            self._mute = self._mute or (left and said != "")
         rest = {k: v for k, v in piece.items() if k not in ("index", "id", "function") and v is not None}
         call.rest.update(rest)
         self._mute = self._mute or rest.get("type") == "custom"

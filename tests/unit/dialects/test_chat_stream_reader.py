@@ -14,7 +14,7 @@ from toprope.dialects.chat_stream_reader import ChatStreamReader
 from toprope.dialects.deltas import ReasoningDelta, TextDelta, ToolCallDelta
 from toprope.dialects.pivot import PivotReply, with_item_ids
 from toprope.dialects.responses import request_from_responses
-from toprope.dialects.stream import open_stream
+from toprope.dialects.stream import StreamContradiction, open_stream
 from toprope.wire.chat import BadChatReply, read_chat_object, read_chat_reply
 from toprope.wire.responses import Usage
 
@@ -263,6 +263,26 @@ def test_a_whole_call_said_once_more_is_one_call_and_another_under_its_id_is_ano
     ]
     for dialect in DIALECTS:
         _relayed(dialect, deltas, completion)
+
+
+def test_a_piece_of_a_call_that_was_left_keeps_nothing_back_and_is_in_the_whole():
+    chunks = [_chunk({"tool_calls": [piece]}) for piece in (ADD, MUL, _call(0, " "), _call(2, "{}", id="c3", name="f"))]
+    deltas, completion = _read(*chunks)
+    assert [delta.name for delta in deltas] == ["add", "mul", "f"]
+    assert completion["choices"][0]["message"]["tool_calls"][0]["function"]["arguments"] == '{"a":1} '
+    _relayed("chat", deltas, completion)
+    for dialect in ("responses", "messages"):  # the item was ended: what is more of it cannot be said
+        with pytest.raises(StreamContradiction):
+            _relayed(dialect, deltas, completion)
+
+
+def test_who_answers_is_said_once_and_what_else_is_said_of_the_reply_last():
+    first, second = (
+        _chunk({"content": "a"}),
+        {**_chunk({}, finish_reason="stop"), "id": "y", "model": "n", "created": 2},
+    )
+    _, completion = _read({**first, "service_tier": "flex"}, {**second, "service_tier": "default"})
+    assert [completion[name] for name in ("id", "model", "created", "service_tier")] == ["x", "m", 1, "default"]
 
 
 def test_an_id_that_comes_after_the_call_was_told_does_not_rename_it():
