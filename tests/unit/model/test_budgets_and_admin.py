@@ -17,6 +17,8 @@ from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import ConfigError
 from toprope.servers.model.budgets import RolloutLimits
+from toprope.servers.model.server import ModelServer
+from toprope.servers.model.weights import WeightVersions
 from toprope.testing.scripted import ScriptedFault, ScriptedReply
 from toprope.tokens.entry import WeightSpan
 
@@ -210,6 +212,38 @@ async def test_seconds_run_from_the_first_call_on_record_also_after_a_restart():
 
 def _fault_unless_ok(told):
     return ScriptedReply(text="ok") if told.last_text == "ok" else ScriptedReply(fault=ScriptedFault())
+
+
+async def test_a_client_that_leaves_while_its_call_is_admitted_leaves_no_refusal():
+    """Nothing was sent and nothing was refused: the trajectory is not truncated."""
+    store, asked, aborted = MemoryStore(), asyncio.Event(), asyncio.Event()
+
+    class Asking(ModelServer):
+        async def before_call(self, call):
+            asked.set()
+            await asyncio.Event().wait()
+
+    class Noticing(Recorder):
+        async def abort(self, *given, **more):
+            await super().abort(*given, **more)
+            aborted.set()
+
+    engine = Typist(script=["ok"])
+    async with on_the_wire(Asking, engine=engine, recorder=Noticing(store, reader=store)) as wire:
+        call = await wire.ask("chat", stream=True)
+        await asked.wait()
+        call.leave()
+        await asyncio.wait_for(aborted.wait(), 10)
+    assert [each.abort for each in await store.begun_calls("4-2")] == ["not_sent"]
+    assert engine.calls == 0
+
+
+def test_a_reply_of_no_tokens_has_no_span_of_weights():
+    weights = WeightVersions("1")
+    assert weights.spans("1", 0, changes=0) == ()
+    weights.loaded("2")
+    assert weights.spans("1", 0, changes=0) == ()
+    assert weights.straddled == 0
 
 
 @pytest.mark.parametrize("limits", [{"calls": 0}, {"tokens": -1}, {"seconds": 0}])

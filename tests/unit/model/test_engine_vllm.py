@@ -230,6 +230,12 @@ async def test_an_engine_that_dies_is_named_with_its_url(client):
                 await engine.generate(ask(emit=emit))
 
 
+async def test_the_shortest_context_of_all_replicas_counts_in_whichever_order(client):
+    for sizes in ((64, 128), (128, 64)):
+        async with started(client, *(VllmStandIn(max_model_len=size) for size in sizes)) as engine:
+            assert engine.max_model_len == 64
+
+
 # Replicas
 
 
