@@ -340,11 +340,13 @@ class _Call:
 
     def repeated(self, function: Any) -> bool:
         """Whether `function` says the whole call once more, as some engines do at the end; that adds nothing."""
-        return self._again(function) == self.arguments.whole()
+        again = self._again(function)
+        return again is not None and again == self.arguments.whole()
 
     def other(self, function: Any) -> bool:
         """Whether `function` is another whole call, although it has the id of this one, which is complete."""
-        return self._again(function) not in (None, self.arguments.whole())
+        again = self._again(function)
+        return again is not None and again != self.arguments.whole()
 
     def _again(self, function: Any) -> str | None:
         """The arguments of a piece that has the name of this complete call and an object of its own; else None."""
