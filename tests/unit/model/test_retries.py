@@ -15,9 +15,10 @@ from toprope.capture.recorder import Recorder
 from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.tree import LimitReached
 from toprope.http.app import Limits
-from toprope.servers.model.retries import Replay, Wait, decide, request_tag
+from toprope.servers.model.retries import Replay, Wait, decide, extended, request_tag
 from toprope.servers.model.server import ModelServer
 from toprope.testing.scripted import ScriptedReply
+from toprope.tokens.entry import TokenEntry
 from toprope.trajectory.build import Trainable, build
 
 pytestmark = pytest.mark.promise("MS-4")
@@ -75,6 +76,28 @@ def test_an_idempotency_key_is_its_own_claim():
     keyed, other = (request_tag("b" * 64, "chat", key) for key in ("k", "l"))
     assert decide([call("a", recorded=True, tag=keyed), call("me", tag=keyed)], "me") == Replay("a")
     assert decide([call("a", recorded=True, tag=keyed), call("me", tag=other)], "me") is None
+
+
+def entry(name, prompt, said, **fields):
+    return TokenEntry("k", name, "m", 1.0, prompt, said, [-0.5] * len(said), **fields)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "goes_on"),
+    [
+        ([1, 2, 3, 4, 5], {}, True),
+        ([1, 2, 3, 4], {}, True),
+        ([1, 2, 3], {}, False),
+        ([1, 9, 3, 4, 5], {}, False),
+        ([1, 2, 3, 9, 5], {}, False),
+        ([1, 2, 3, 4, 5], {"parent_decision": "root"}, False),
+        ([7], {"parent_decision": "resolved", "parent_call_id": "a"}, True),
+    ],
+)
+def test_a_call_is_extended_by_its_child_or_by_a_prompt_that_begins_with_all_of_it(prompt, fields, goes_on):
+    first, second = entry("a", [1, 2], [3, 4]), entry("b", prompt, [6], **{"parent_decision": "unresolved", **fields})
+    assert extended("a", [first, second]) is goes_on
+    assert extended("a", [first]) is False
 
 
 # -- over the wire ---------------------------------------------------------------------------------------------------
