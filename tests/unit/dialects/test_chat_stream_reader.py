@@ -276,6 +276,25 @@ def test_a_piece_of_a_call_that_was_left_keeps_nothing_back_and_is_in_the_whole(
             _relayed(dialect, deltas, completion)
 
 
+def test_white_space_before_text_that_comes_after_a_call_belongs_to_it():
+    deltas, _ = _read(_chunk({"tool_calls": [ADD]}), _chunk({"content": "\n"}), _chunk({"content": "x"}))
+    assert deltas[1:] == [TextDelta(1, "\nx")]
+
+
+def test_an_empty_text_is_not_the_same_as_none():
+    for delta, content in (({"content": ""}, ""), ({}, None)):
+        assert _read(_chunk(delta))[1]["choices"][0]["message"]["content"] == content
+
+
+def test_content_in_parts_is_in_the_reply_in_whatever_order_the_rest_came():
+    reader = ChatStreamReader("r1")
+    for delta in ({"tool_calls": [ADD]}, {"content": "late"}, {"content": [{"type": "text", "text": "part"}]}):
+        reader.feed(_chunk(delta))
+    reply = reader.reply()
+    message = output_from_chat(reply.message, "r1", reply.order)[0]
+    assert [part["text"] for part in message["content"]] == ["late", "part"]
+
+
 def test_who_answers_is_said_once_and_what_else_is_said_of_the_reply_last():
     first, second = (
         _chunk({"content": "a"}),
