@@ -279,6 +279,9 @@ def test_a_piece_of_a_call_that_was_left_keeps_nothing_back_and_is_in_the_whole(
 def test_white_space_before_text_that_comes_after_a_call_belongs_to_it():
     deltas, _ = _read(_chunk({"tool_calls": [ADD]}), _chunk({"content": "\n"}), _chunk({"content": "x"}))
     assert deltas[1:] == [TextDelta(1, "\nx")]
+    told = ({"tool_calls": [ADD]}, {"content": "\n"}, {"tool_calls": [MUL]}, {"content": "x"})
+    deltas, _ = _read(*map(_chunk, told))  # but what stood between two calls does not
+    assert deltas[2:] == [TextDelta(2, "x")]
 
 
 def test_an_empty_text_is_not_the_same_as_none():
