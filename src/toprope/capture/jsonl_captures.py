@@ -87,7 +87,8 @@ class JsonlCaptures:
                 self._desk.exist(shelf)
                 self._epochs.hold(intent.writer_epoch)
                 if intent != Intent():
-                    self._desk.append(shelf, names.BEGUN, _line(_intent_values(call_id, intent)))
+                    told = {**_intent_values(call_id, intent), "entries": len(shelf.entries)}
+                    self._desk.append(shelf, names.BEGUN, _line(told))
                     shelf.begun[call_id] = intent
                 self._desk.append(shelf, names.INTENTS, text_line(call_id))
                 shelf.saw_intent(call_id)

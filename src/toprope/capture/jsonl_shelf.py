@@ -43,7 +43,9 @@ class Place:
 
 @dataclass(slots=True)
 class Shelf:
-    """One key's files. `base` is `<directory>/<stem>`; `fresh`: the endings of files that another writer changed."""
+    """One key's files. `base` is `<directory>/<stem>`; `fresh`: the endings of files that another writer changed;
+    `acknowledged`: how many records stood there when the last call began, whatever stands there now.
+    """
 
     key: str
     base: Path
@@ -56,6 +58,7 @@ class Shelf:
     aborts: dict[str, str] = field(default_factory=dict)
     marks: dict[str, None] = field(default_factory=dict)
     damage: dict[str, None] = field(default_factory=dict)
+    acknowledged: int = 0
     replayed: set[str] = field(default_factory=set)
     known: dict[str, None] = field(default_factory=dict)
     open: dict[str, None] = field(default_factory=dict)
@@ -230,6 +233,12 @@ class Shelf:
             kept = decode_tombstone(self.files.read(self.path(names.RECEIPTS)))
             if kept is not None:
                 self.saw_state(kept.state(self.key))
+        retired = self.state is not None and self.state.retired
+        if not retired and len(self.entries) < self.acknowledged:
+            short = (
+                f"{self.acknowledged - len(self.entries)} of at least {self.acknowledged} stored records are missing"
+            )
+            self.damage[f"write_failed:{short}"] = None
         if self.state is not None and not self.state.retired:
             self._check_index(self.state.entry_digests)
 
@@ -297,6 +306,8 @@ class Shelf:
     def _read_begun(self, data: bytes) -> None:
         self.ours = True
         for values in self._sealed(names.BEGUN, data):
+            entries = values.get("entries")
+            self.acknowledged = max(self.acknowledged, entries if isinstance(entries, int) else 0)
             self.begun[str(values.get("model_call_id"))] = Intent(
                 bool(values.get("stream")),
                 str(values.get("request_digest", "")),

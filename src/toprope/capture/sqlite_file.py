@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
+from toprope.capture.sqlite_log import damage_in
 from toprope.errors.tree import CaptureError, ConfigError
 from toprope.storage.atomic import sync_directory
 from toprope.storage.filesystem import is_network, kind_of
@@ -127,6 +128,7 @@ class SqliteFile:
     def open_writer(self) -> sqlite3.Connection:
         """A connection that writes, the tables made if need be. Call it inside `locked`."""
         new = not self.exists()
+        self._refuse_a_damaged_log()
         connection = self._connect("rwc")
         try:
             empty = not self._has_tables(connection)  # asked first: a file of another program is left as it is
@@ -158,6 +160,7 @@ class SqliteFile:
         archive = self._is_archive()
         if archive and self.path.with_name(self.path.name + "-wal").exists():
             raise CaptureError(f"{self.path}: the directory is read-only but the store was not closed; copy it first")
+        self._refuse_a_damaged_log()
         connection = self._connect("ro&immutable=1" if archive else "rw")
         try:
             connection.execute("PRAGMA query_only=ON")
@@ -178,6 +181,17 @@ class SqliteFile:
     def let_go(self) -> None:
         """Close the lock's handles, after the last connection."""
         self._lock.close()
+
+    def _refuse_a_damaged_log(self) -> None:
+        """Before SQLite opens the file: it would take what stands before the damage for all there ever was."""
+        log = self.path.with_name(self.path.name + "-wal")
+        damage = damage_in(log) if self.path.exists() else None
+        if damage is not None:
+            raise CaptureError(
+                f"{log}: {damage}: acknowledged captures are lost, and nothing is written to or delivered from this "
+                "store. Keep a copy of the directory; whoever moves the log away goes on with what was checkpointed "
+                "before it, and must not train on rollouts that were open since."
+            )
 
     def _connect(self, mode: str) -> sqlite3.Connection:
         name = str(self.path.absolute()).replace("%", "%25").replace("?", "%3f").replace("#", "%23")

@@ -306,6 +306,27 @@ async def test_a_tombstone_outlives_its_state_file(store: JsonlStore) -> None:
     await after.close()
 
 
+@pytest.mark.promise("CP-9")
+async def test_records_cut_away_behind_a_call_that_saw_them_mask_by_name(tmp_path: Path) -> None:
+    """Their calls look as if their writer had died over them, and were not streamed: aborted, without this."""
+    store = JsonlStore(tmp_path / "captures")
+    for n in range(3):
+        await store.begin_call("k", f"c{n}", intent=Intent(writer_epoch="gone"))
+        await store.put(sample_entry("k", f"c{n}", prompt=(1, n)))
+    await store.close()
+    path = file(store, "k.tokens.jsonl")
+    lines = path.read_bytes().splitlines(keepends=True)
+    for kept, said in ((lines[0], "1 of at least 2"), (lines[0] + lines[1][:9], "1 of at least 2"), (b"", "2 of at")):
+        path.write_bytes(kept)
+        later = JsonlStore(tmp_path / "captures")
+        assert [said in "".join(each.reasons) for each in await later.list_captures()] == [True]
+        await later.close()
+    path.write_bytes(b"".join(lines[:2]))  # the last one alone may be torn
+    later = JsonlStore(tmp_path / "captures")
+    assert not (await later.freeze("k")).incomplete
+    await later.close()
+
+
 async def test_a_torn_intent_glued_to_the_next_loses_nobody(store: JsonlStore) -> None:
     nemo_files(store, "k", [ROOT, nemo_line("k", "call-2", [1], [2])], "c1\ncall-call-2\n")
     snapshot = await store.freeze("k")

@@ -115,6 +115,30 @@ async def test_asking_for_unknown_keys_makes_no_file(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.promise("CP-2")
+async def test_the_name_of_a_new_file_is_durable_before_its_first_acknowledgement(
+    memory_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[object] = []
+    monkeypatch.setattr(sqlite_file, "sync_directory", done.append)
+    for _ in range(2):
+        store = SqliteStore(memory_dir / "c.sqlite")
+        await store.put(sample_entry("k", "c1"))
+        done.append("acknowledged")
+        await store.close()
+    assert done == [memory_dir, "acknowledged", "acknowledged"]
+
+
+async def test_a_drop_whose_receipts_were_read_before_the_freeze_is_a_guess_and_drops_nothing(memory_dir: Path) -> None:
+    store = SqliteStore(memory_dir / "c.sqlite")
+    await store.put(sample_entry("k", "c1"))
+    snapshot = await store.freeze("k")
+    pair = (snapshot.snapshot_id, snapshot.version)
+    assert await store._write(lambda writer: writer.drop("k", *pair, None)) is False
+    assert (await store.freeze("k")).entries == snapshot.entries
+    await store.close()
+
+
 async def test_the_first_write_makes_the_directory(tmp_path: Path) -> None:
     store = SqliteStore(tmp_path / "a" / "b" / "c.sqlite")
     await store.put(sample_entry("k", "c1"))
