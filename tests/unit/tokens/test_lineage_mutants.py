@@ -1,20 +1,13 @@
-"""Unsafe variants of lineage: each takes for a parent, or for known, what is none, and a vector or situation tells.
-
-A mutant is one replacement in the source of one module. A replacement that no longer applies fails, so that the list
-cannot rot.
-"""
+"""Unsafe variants of lineage: each takes for a parent, or for known, what is none, and a vector or situation tells."""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 
 import pytest
+from tests.mutants import killer, mutated
 from tests.unit.tokens import test_asked, test_items, test_lineage
 
 ROOM = "toprope.tokens"
@@ -134,25 +127,6 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
 }  # fmt: skip
 
 
-def mutated(module: str, old: str, new: str) -> dict[str, ModuleType]:
-    """Copies of the modules, by short name, in which `old` reads `new` in one of them."""
-    names = [f"{ROOM}.{name}" for name in ORDER]
-    kept = {name: importlib.import_module(name) for name in names}
-    copies: dict[str, ModuleType] = {}
-    try:
-        for short, name in zip(ORDER, names, strict=True):
-            source = Path(str(kept[name].__file__)).read_text()
-            if short == module:
-                assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module}"
-                source = source.replace(old, new)
-            copies[short] = sys.modules[name] = ModuleType(name)
-            copies[short].__file__ = kept[name].__file__
-            exec(compile(source, f"<{short} mutated>", "exec"), copies[short].__dict__)
-        return copies
-    finally:
-        sys.modules.update(kept)
-
-
 def checks() -> dict[str, Callable[[], object]]:
     """Every test of the suites, once for each of its parameters; those that need fixtures of pytest are left out."""
     found: dict[str, Callable[[], object]] = {}
@@ -172,28 +146,23 @@ def checks() -> dict[str, Callable[[], object]]:
     return found
 
 
-def killer(copies: dict[str, ModuleType], patch: pytest.MonkeyPatch) -> str | None:
-    """The name of the first check that the copies fail, if any."""
-    room = {f"{ROOM}.{short}": copies[short] for short in ORDER}
+def killer_of(module: str, old: str, new: str, patch: pytest.MonkeyPatch) -> str | None:
+    """The name of the first check that fails where the suites use copies of the modules, if any."""
+    room = {f"{ROOM}.{short}": copy for short, copy in mutated(ROOM, ORDER, module, old, new).items()}
     for suite in SUITES:
         for name, value in list(vars(suite).items()):
             copy = room.get(getattr(value, "__module__", ""))
             if copy is not None and name in vars(copy):
                 patch.setattr(suite, name, vars(copy)[name])
-    for name, check in checks().items():
-        try:
-            check()
-        except Exception as error:  # a crash is caught as well as a wrong answer
-            return f"{name}: {type(error).__name__}: {error}"
-    return None
+    return killer(checks())
 
 
 def test_lineage_itself_survives(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(checks()) > len(test_lineage.GOLDEN) + 80
-    assert killer(mutated("lineage", "Whose continuation is this call?", "Whose is it?"), monkeypatch) is None
+    assert killer_of("lineage", "Whose continuation is this call?", "Whose is it?", monkeypatch) is None
 
 
 @pytest.mark.promise("CP-8")
 @pytest.mark.parametrize("name", list(MUTANTS))
 def test_mutant_is_killed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert killer(mutated(*MUTANTS[name]), monkeypatch) is not None, "an unsafe lineage passes every check"
+    assert killer_of(*MUTANTS[name], monkeypatch) is not None, "an unsafe lineage passes every check"

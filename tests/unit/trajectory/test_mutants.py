@@ -1,21 +1,14 @@
-"""Unsafe variants of the builder: each must be caught by a golden vector, a situation of `cases` or a labelled tree.
-
-A mutant is one replacement in the source of one module. A replacement that no longer applies fails, so that the list
-cannot rot.
-"""
+"""Unsafe variants of the builder: each must be caught by a golden vector, a situation of `cases` or a labelled tree."""
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from tests.machine.call_trees import breaches, grow, must_train, witnesses
+from tests.mutants import killer, mutated
 from tests.unit.trajectory import cases, golden
 
 ROOM = "toprope.trajectory"
@@ -166,42 +159,19 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
 }
 
 
-def mutated(module: str, old: str, new: str) -> Callable[..., Any]:
+def builder(module: str, old: str, new: str) -> Callable[..., Any]:
     """`build` of a copy of the room in which `old` reads `new` in one module."""
-    names = [f"{ROOM}.{name}" for name in ORDER]
-    kept = {name: importlib.import_module(name) for name in names}
-    try:
-        for short, name in zip(ORDER, names, strict=True):
-            source = Path(str(kept[name].__file__)).read_text()
-            if short == module:
-                assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {module}"
-                source = source.replace(old, new)
-            copy = ModuleType(name)
-            copy.__file__ = kept[name].__file__
-            sys.modules[name] = copy
-            setattr(sys.modules[ROOM], short, copy)
-            exec(compile(source, f"<{short} mutated>", "exec"), copy.__dict__)
-        found: Callable[..., Any] = sys.modules[f"{ROOM}.build"].build
-        return found
-    finally:
-        sys.modules.update(kept)
-        for short, name in zip(ORDER, names, strict=True):
-            setattr(sys.modules[ROOM], short, kept[name])
+    found: Callable[..., Any] = mutated(ROOM, ORDER, module, old, new)["build"].build
+    return found
 
 
-def killer(build: Callable[..., Any]) -> str | None:
-    """The name of the first check that a builder fails, if any."""
-    checks: dict[str, Callable[[], object]] = {
+def checks(build: Callable[..., Any]) -> dict[str, Callable[[], object]]:
+    """Everything that a builder must pass."""
+    found: dict[str, Callable[[], object]] = {
         case["id"]: partial(golden.check, case, build) for case in golden.CASES if case["expect"] != "refused"
     }
-    checks |= {name: partial(situation, build) for name, situation in cases.CASES.items()}
-    checks |= {f"tree {seed}": partial(_tree, seed, build) for seed in range(TREES)}
-    for name, check in checks.items():
-        try:
-            check()
-        except Exception as error:  # a crash is caught as well as a wrong answer
-            return f"{name}: {type(error).__name__}: {error}"
-    return None
+    found |= {name: partial(situation, build) for name, situation in cases.CASES.items()}
+    return found | {f"tree {seed}": partial(_tree, seed, build) for seed in range(TREES)}
 
 
 def _tree(seed: int, build: Callable[..., Any]) -> None:
@@ -213,10 +183,10 @@ def _tree(seed: int, build: Callable[..., Any]) -> None:
 
 
 def test_the_builder_itself_survives() -> None:
-    assert killer(mutated("build", "Nothing of this rollout", "Nothing of this rollout")) is None
+    assert killer(checks(builder("build", "Nothing of this rollout", "Nothing of this rollout"))) is None
 
 
 @pytest.mark.promise("CP-8", "CP-9")
 @pytest.mark.parametrize("name", list(MUTANTS))
 def test_mutant_is_killed(name: str) -> None:
-    assert killer(mutated(*MUTANTS[name])) is not None, "an unsafe builder passes every check"
+    assert killer(checks(builder(*MUTANTS[name]))) is not None, "an unsafe builder passes every check"
