@@ -187,7 +187,10 @@ def test_the_owner_is_killed(stage: Stage) -> None:
     stage.kill("owner")
     stage.until(stage.gone, "sandboxes of a killed resources server live on")
     assert stage.processes["run"].wait(60) != 0
-    assert stage.failures() == {("session_lost", "agent", False)}, "said as what it is, and worth another attempt"
+    # The program dies with its sandbox; whether its agent hears of the lost session or of the dead program first is open.
+    said = stage.failures()
+    assert said <= {("session_lost", "agent", False), ("agent_failed", "agent", False)}, "worth another attempt"
+    assert said
 
 
 def test_the_borrower_is_killed(stage: Stage) -> None:
