@@ -62,7 +62,7 @@ async def test_streams_of_the_embedded_model_end_well_in_all_dialects_with_text_
             tool, choice = {"name": "add", "input_schema": SCHEMA}, {"type": "any"}
             async with client.messages.stream(**{**ask, "max_tokens": 256}, tools=[tool], tool_choice=choice) as stream:
                 told = await stream.get_final_message()
-            assert [block.type for block in told.content] in (["tool_use"], ["text"])  # strict frames are Chat's and Responses'
+            assert [block.type for block in told.content] in (["tool_use"], ["text"])
         snapshot = await store.freeze("task-1")
     assert (len(snapshot.entries), list(snapshot.reasons)) == (6, [])
 
