@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any
 
-from toprope.sandbox.spec import SandboxLost
-
-T = TypeVar("T")
+from toprope.sandbox.spec import Completed, SandboxLost
 
 
 class Runs:
@@ -20,7 +19,7 @@ class Runs:
     def __init__(self, sandbox_id: str, ended: Callable[[], str | None]) -> None:
         self._sandbox_id = sandbox_id
         self._ended = ended
-        self._going: set[asyncio.Task[Any]] = set()
+        self._going: set[asyncio.Task[Completed]] = set()
         self._let_go = False
 
     def require(self) -> None:
@@ -30,16 +29,18 @@ class Runs:
         if (reason := self._ended()) is not None:
             raise SandboxLost(f"sandbox {self._sandbox_id} is gone ({reason})")
 
-    async def track(self, work: Coroutine[Any, Any, T]) -> T:
+    async def track(self, work: Coroutine[Any, Any, Completed]) -> Completed:
         """The result of `work`, which is cancelled, once and to its end, if the caller is or the handle is let go.
 
-        Raises `SandboxLost` where letting go ended it.
+        Who ends a sandbox says so first and then kills what runs in it, maybe between two looks of the run's own watch:
+        a run that failed in a sandbox that is gone was killed by its end. Raises `SandboxLost` where letting go ended
+        it.
         """
         task = asyncio.get_running_loop().create_task(work)
         self._going.add(task)
         task.add_done_callback(self._going.discard)
         try:
-            return await asyncio.shield(task)
+            done = await asyncio.shield(task)
         except asyncio.CancelledError:
             if not task.done():
                 task.cancel()  # once: a second time would break into its clean-up
@@ -47,6 +48,9 @@ class Runs:
             if self._let_go:
                 raise SandboxLost(f"sandbox {self._sandbox_id}: this handle was let go while the run went on") from None
             raise
+        if done.exit and done.killed_by is None and (reason := self._ended()) is not None:
+            return replace(done, exit=None, killed_by=reason)
+        return done
 
     async def let_go(self) -> None:
         """On return no run of this handle goes on, and none can start. Idempotent."""
