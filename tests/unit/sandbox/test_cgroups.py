@@ -92,13 +92,12 @@ def test_an_old_empty_group_without_anybody_is_removed_and_one_in_use_is_not(
         assert not any(path.exists() for path in old.paths)
         assert used.pids.exists()
     finally:
-        if process is not None:
-            process.kill()
-            process.communicate()
         for path in inner.parents:
             for each in path.glob("toprope-*"):
-                cgroups.remove(each)
+                cgroups.remove(each)  # kills the shell and its sleep: alone, the sleep would hold the output open
             cgroups.remove(path)
+        if process is not None:
+            process.communicate(timeout=30)
 
 
 def test_version_2_counts_and_kills(tmp_path: Path) -> None:
