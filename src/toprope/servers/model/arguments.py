@@ -23,7 +23,7 @@ class _Known:
     __slots__ = ("arguments", "read")
 
     def __init__(self) -> None:
-        self.arguments: dict[str, str] = {}
+        self.arguments: dict[str, list[str]] = {}  # oldest first: some engines give an id again
         self.read = 0  # entries that were looked at
 
 
@@ -47,21 +47,22 @@ class SampledArguments:
         losses = tuple(f"arguments.{each}" for each in done.unmatched)
         return replace(call, request=done.request, losses=(*call.losses, *losses))
 
-    async def _known(self, key: str, wanted: tuple[str, ...]) -> dict[str, str]:
+    async def _known(self, key: str, wanted: tuple[str, ...]) -> dict[str, list[str]]:
         known = self._rollouts.setdefault(key, _Known())
         self._rollouts.move_to_end(key)
         if len(self._rollouts) > _MAX_ROLLOUTS:
             self._rollouts.popitem(last=False)
         if self._recorder is None or all(each in known.arguments for each in wanted):
             return known.arguments
+        since = known.read
         try:
-            entries = await self._recorder.recorded(key, known.read)
+            entries = await self._recorder.recorded(key, since)
         except Exception:  # nothing is restored then, and said so
             log.exception("%s: recorded calls could not be read", key)
             entries = ()
-        known.read += len(entries)
-        for entry in entries:
+        for entry in entries[known.read - since :]:  # another call may have looked at the first of them meanwhile
+            known.read += 1
             for item in entry.output_items:
                 if item.get("type") == "function_call":
-                    known.arguments[item["call_id"]] = item["arguments"]
+                    known.arguments.setdefault(item["call_id"], []).append(item["arguments"])
         return known.arguments
