@@ -17,7 +17,6 @@ from toprope.sandbox.execute import Start
 from toprope.sandbox.gate import inside_url
 from toprope.sandbox.handles import OwnedHandle, ProcessHandle, memory_file, orders_file
 from toprope.sandbox.leases import LeaseHome
-from toprope.sandbox.processes import kill_sandbox
 from toprope.sandbox.spec import WORKDIR
 
 _ENV = {"HOME": WORKDIR, "LANG": "C.UTF-8", "TMPDIR": "/tmp", "USER": "sandbox", "LOGNAME": "sandbox", "TERM": "dumb"}
@@ -76,9 +75,6 @@ class BorrowedBubblewrap(ProcessHandle):
             self._host.programs, joins, stage, self._host.user, ["--args", str(told), "--", *own]
         )
         return Start(argv, {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}, "/", (config, status, told))
-
-    def _kill(self, pid: int, hard: bool) -> None:
-        kill_sandbox(pid, hard=hard)
 
 
 class BubblewrapSandbox(OwnedHandle, BorrowedBubblewrap):

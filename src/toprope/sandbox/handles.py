@@ -1,7 +1,7 @@
 """Handles of the sandboxes whose programs are processes of ours: what one may do with them, and the right to stop one.
 
 Each run starts `inside.py`, which starts the program; both die with it, and with us. Left to others: how a kind of
-sandbox starts a run and ends it (`bwrap_handles`, `plain`), time and output (`execute`), the model's URL (`gate`).
+sandbox starts a run (`bwrap_handles`, `plain`), time and output (`execute`), the model's URL (`gate`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from toprope.sandbox import cgroups, workdir
 from toprope.sandbox.execute import Bounds, Ended, Start, execute
 from toprope.sandbox.gate import INSIDE_PORT, Gate, GateKeys, allowed_url
 from toprope.sandbox.leases import LeaseHome
-from toprope.sandbox.processes import kill_marked, memory_of, usage_below
+from toprope.sandbox.processes import kill_marked, kill_sandbox, memory_of, usage_below
 from toprope.sandbox.provider import KEEP_BYTES, MAX_FILE_BYTES
 from toprope.sandbox.runs import Runs
 from toprope.sandbox.spec import Aspect, Completed, Limits, SandboxBusy, SandboxLost, check_run
@@ -32,7 +32,7 @@ _KILLED = 128 + 9
 
 
 class ProcessHandle:
-    """A handle that can run and let go. A kind of sandbox says how a run starts, and how it is ended."""
+    """A handle that can run and let go. A kind of sandbox says how a run starts."""
 
     base_env: ClassVar[Mapping[str, str]] = {}
     gate_inside: ClassVar[str | None] = None
@@ -118,9 +118,6 @@ class ProcessHandle:
     ) -> Start:
         raise TypeError(f"{type(self).__name__} does not define _start")
 
-    def _kill(self, pid: int, hard: bool) -> None:
-        raise TypeError(f"{type(self).__name__} does not define _kill")
-
     def _forward(self, gate: Gate | None) -> dict[str, Any] | None:
         """The orders of the forwarder inside; None where code inside needs none."""
         if gate is None or gate.path is None:
@@ -186,7 +183,7 @@ class ProcessHandle:
         def kill(pid: int, hard: bool) -> None:
             with contextlib.suppress(OSError):
                 line.shutdown(socket.SHUT_WR)  # the first process inside ends, with everything
-            self._kill(pid, hard)
+            kill_sandbox(pid, hard=hard)
             if hard and group is not None:
                 group.kill()
 

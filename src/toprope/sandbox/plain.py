@@ -29,7 +29,7 @@ from toprope.sandbox.execute import WATCH_S, Start
 from toprope.sandbox.gate import Gate
 from toprope.sandbox.handles import OwnedHandle, ProcessHandle, free_groups, group_name, orders_file
 from toprope.sandbox.leases import Lease, LeaseDirectory, LeaseHome, read_descriptor
-from toprope.sandbox.processes import kill_marked, kill_sandbox
+from toprope.sandbox.processes import kill_marked
 from toprope.sandbox.spec import Aspect, Completed, Enforcement, Limits, Report, SandboxSpec
 
 _TEMPORARY = ".tmp"
@@ -155,9 +155,6 @@ class BorrowedPlain(ProcessHandle):
         held = super()._resource_limits(limits, counted=counted)
         del held["RLIMIT_NPROC"]  # it would count every process of this user, and here that is the host's own
         return held
-
-    def _kill(self, pid: int, hard: bool) -> None:
-        kill_sandbox(pid, hard=hard)
 
 
 class PlainSandbox(OwnedHandle, BorrowedPlain):

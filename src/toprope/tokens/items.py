@@ -133,14 +133,14 @@ def _mark(item: Mapping[str, Any]) -> str:
 
 def _content_digest(kind: str, item: Mapping[str, Any]) -> str:
     if kind == "message":
-        return _digest(_said(item.get("content")))
+        return value_mark(_said(item.get("content")))
     if kind == "reasoning":
         content = item.get("content")
-        return _digest(_said(content) or _said(item.get("summary")) or [item.get("encrypted_content")])
+        return value_mark(_said(content) or _said(item.get("summary")) or [item.get("encrypted_content")])
     if kind == "function_call":
-        return _digest([item.get("name"), _argument_value(item.get("arguments"))])
+        return value_mark([item.get("name"), _argument_value(item.get("arguments"))])
     volatile = {*_ID_FIELDS, "status"}
-    return _digest({key: value for key, value in item.items() if key not in volatile})
+    return value_mark({key: value for key, value in item.items() if key not in volatile})
 
 
 def _said(content: Any) -> list[Any]:
@@ -183,8 +183,8 @@ def _plain_numbers(value: Any) -> Any:
     return value
 
 
-def _digest(value: Any) -> str:
-    # 128 bits: these are compared within one rollout only.
+def value_mark(value: Any) -> str:
+    """The digest of a value, also of one that is no JSON, in 128 bits: marks are compared within one rollout only."""
     try:
         return digest_value(value)[:32]
     except NotJson:

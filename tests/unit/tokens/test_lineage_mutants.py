@@ -120,8 +120,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "arguments_not_compared": (
         "items",
-        'return _digest([item.get("name"), _argument_value(item.get("arguments"))])',
-        'return _digest([item.get("name")])',
+        'return value_mark([item.get("name"), _argument_value(item.get("arguments"))])',
+        'return value_mark([item.get("name")])',
     ),
     "parts_that_are_no_text_not_compared": ("items", "([text] if text else []) + others", "[text] if text else []"),
 }  # fmt: skip

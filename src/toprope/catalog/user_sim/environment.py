@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
+from toprope.catalog.changes import judged_by_changes
 from toprope.catalog.user_sim.customers import Mode, make_task
 from toprope.catalog.user_sim.desk import TIMES, Booking, Desk, changes
 from toprope.errors.tree import ConfigError, ToolError
@@ -77,12 +78,7 @@ class UserSim(Environment):
     def verify(self, desk: Desk, task: dict[str, Any], response: dict[str, Any]) -> Verdict:
         """The reward is max(0, made - unwanted) / wanted, each a count of changes. The row lists what was missed."""
         before, goal = Desk.from_json(task["desk"]), Desk.from_json(task["goal"])
-        wanted, done = changes(before, goal), changes(before, desk)
-        made, missed, unwanted = wanted & done, wanted - done, done - wanted
-        reward = max(0, made.total() - unwanted.total()) / wanted.total()
-        components = {"made": made.total() / wanted.total(), "unwanted": float(unwanted.total())}
-        extra = {"missed": sorted(missed.elements()), "unwanted": sorted(unwanted.elements())}
-        return Verdict(reward=reward, reward_components=components, extra=extra)
+        return judged_by_changes(changes(before, goal), changes(before, desk))
 
     def tasks(self, size: int, seed: int) -> Iterable[Task]:
         """`size` customers, of each kind in turn; the same for the same seed."""

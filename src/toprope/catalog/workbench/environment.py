@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
+from toprope.catalog.changes import judged_by_changes
 from toprope.catalog.workbench.office import MOST_FOUND, Office, Record, changes
 from toprope.catalog.workbench.tasks import make_task
 from toprope.errors.tree import ToolError
@@ -121,12 +122,7 @@ class Workbench(Environment):
     def verify(self, office: Office, task: dict[str, Any], response: dict[str, Any]) -> Verdict:
         """The reward is max(0, made - unwanted) / wanted, each a count of changes. The row lists what was missed."""
         before, goal = Office.from_json(task["office"]), Office.from_json(task["goal"])
-        wanted, done = changes(before, goal), changes(before, office)
-        made, missed, unwanted = wanted & done, wanted - done, done - wanted
-        reward = max(0, made.total() - unwanted.total()) / wanted.total()
-        components = {"made": made.total() / wanted.total(), "unwanted": float(unwanted.total())}
-        extra = {"missed": sorted(missed.elements()), "unwanted": sorted(unwanted.elements())}
-        return Verdict(reward=reward, reward_components=components, extra=extra)
+        return judged_by_changes(changes(before, goal), changes(before, office))
 
     def tasks(self, size: int, seed: int) -> Iterable[Task]:
         """`size` tasks, of each kind in turn; the same for the same seed."""

@@ -19,10 +19,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from toprope.canonical.digest import digest_value
-from toprope.canonical.json import NotJson
 from toprope.dialects.pivot import request_items
-from toprope.tokens.items import content_of, item_digests
+from toprope.tokens.items import content_of, item_digests, value_mark
 from toprope.wire.responses import Item, ResponsesRequest
 
 DROPPED_THINKING = "dropped_thinking"
@@ -207,10 +205,10 @@ def _read_item(item: Item) -> tuple[bool, Any]:
     if kind == "message":
         parts = _parts(item.get("content"))
         if item.get("role") not in ("assistant", "model"):
-            return False, _digest(["message", item.get("role"), parts])
+            return False, value_mark(["message", item.get("role"), parts])
         if all(isinstance(part, str) for part in parts):
             return True, _Uttered(kind, "", "", tuple(part for part in parts if part), ids)
-        return True, _Uttered(kind, _digest(parts), "", (), ids)
+        return True, _Uttered(kind, value_mark(parts), "", (), ids)
     if kind == "reasoning":
         text = "".join(map(str, _parts(item.get("content")) or _parts(item.get("summary"))))
         return True, _Uttered(kind, _short(text) if text else "", "", (), ids)
@@ -219,8 +217,8 @@ def _read_item(item: Item) -> tuple[bool, Any]:
         return True, _Uttered(kind, content_of(item_digests([item])[0]), form, (), ids)
     if kind.endswith(("_output", "_approval_response")):
         told = {name: value for name, value in item.items() if name not in ("id", "status", "output")}
-        return False, _digest([told, _parts(item.get("output"))])
-    rest = _digest({name: value for name, value in item.items() if name not in ("id", "status")})
+        return False, value_mark([told, _parts(item.get("output"))])
+    rest = value_mark({name: value for name, value in item.items() if name not in ("id", "status")})
     return True, _Uttered(kind, rest, rest, (), ids)
 
 
@@ -245,14 +243,7 @@ def _parts(content: Any) -> list[Any]:
 
 def _root(request: ResponsesRequest) -> str:
     shapes = {name: request.extra[name] for name in SHAPES_THE_PROMPT if request.extra.get(name) is not None}
-    return _digest([list(request.tools), request.model, request.tool_choice == "none", shapes])
-
-
-def _digest(value: Any) -> str:
-    try:
-        return digest_value(value)[:32]
-    except NotJson:
-        return hashlib.sha256(repr(value).encode("utf-8", "backslashreplace")).hexdigest()[:32]
+    return value_mark([list(request.tools), request.model, request.tool_choice == "none", shapes])
 
 
 def _short(text: str) -> str:
