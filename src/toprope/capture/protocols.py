@@ -10,9 +10,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from toprope.errors.kinds import Kind
 from toprope.errors.tree import CaptureClosed, CaptureError
 from toprope.tokens.entry import TokenEntry, is_text
 from toprope.tokens.snapshot import Receipt, TokenCaptureSnapshot
+
+GIVEN_UP = f"truncated:{Kind.STALE}"
+"""The abort that says that a trainer gave the rollout up: nothing more is sampled, and no row is made of it."""
 
 
 @dataclass(frozen=True, slots=True)

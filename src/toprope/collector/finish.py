@@ -27,7 +27,7 @@ from toprope.capture.delivery import (
     retire_rollout_token_capture,
     swap_into,
 )
-from toprope.capture.protocols import CallJournal, ReceiptSource, TokenSource
+from toprope.capture.protocols import GIVEN_UP, CallJournal, ReceiptSource, TokenSource
 from toprope.collector.request import Verdict
 from toprope.collector.schedule import Attempt, uses_up_attempt
 from toprope.collector.settings import CaptureSettings
@@ -38,9 +38,6 @@ from toprope.tokens.receipts import receipts_of
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 
 log = logging.getLogger(__name__)
-
-GIVEN_UP = f"truncated:{Kind.STALE}"
-"""How a capture says that a trainer gave its rollout up (`POST /admin/abort` of a model server)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from typing import Annotated
 
 import msgspec
 
+from toprope.capture.protocols import GIVEN_UP
 from toprope.capture.recorder import Recorder
 from toprope.correlation.ids import mint_model_call_id, parse_capture_key
 from toprope.errors.kinds import Kind
@@ -28,7 +29,6 @@ from toprope.protocol.headers import ADMIN_KEY
 from toprope.servers.model.call import ModelCall
 from toprope.servers.model.weights import WeightVersions
 
-STALE = f"truncated:{Kind.STALE}"
 _MAX_STALE = 65_536
 """Aborted rollouts that are remembered. Their calls end within minutes; one that is forgotten is served."""
 
@@ -67,7 +67,7 @@ class StaleRollouts:
             await self._recorder.begin(key, call_id)
         except CaptureClosed:
             return  # it was delivered already
-        await self._recorder.abort(key, call_id, STALE)
+        await self._recorder.abort(key, call_id, GIVEN_UP)
 
     async def check(self, call: ModelCall) -> None:
         """Raises `Forbidden` of kind `stale` for a call of a rollout that was given up."""
@@ -84,7 +84,7 @@ class StaleRollouts:
 
     async def _is_marked(self, key: str) -> bool:
         assert self._recorder is not None
-        return any(each.abort == STALE for each in await self._recorder.journal(key))
+        return any(each.abort == GIVEN_UP for each in await self._recorder.journal(key))
 
 
 class Admin:
