@@ -47,6 +47,14 @@ class BadChatReply(ValueError):
     """An upstream's 200 that is no chat completion; the message says what is missing."""
 
 
+class TellsError(BadChatReply):
+    """An upstream's 200 that tells an error; `body` is the whole reply as an object."""
+
+    def __init__(self, body: dict[str, Any]) -> None:
+        super().__init__("it tells an error")
+        self.body = body
+
+
 @dataclass(frozen=True, slots=True)
 class ChatReply:
     """One upstream completion, as it came.
@@ -118,6 +126,7 @@ class _Reply(msgspec.Struct):
     prompt_token_ids: list[int] | None = None
     system_fingerprint: str | None = None
     service_tier: str | None = None
+    error: Any = None
 
 
 class _KeptChoice(msgspec.Struct):
@@ -135,10 +144,12 @@ _kept_decoder = msgspec.json.Decoder(_KeptLogprobs)
 def read_chat_reply(data: bytes, *, keep_logprobs: bool = False) -> ChatReply:
     """Read a chat completion. `keep_logprobs` also keeps the choice's `logprobs` object for a client that asked.
 
-    Raises `BadChatReply` for what is no completion with exactly one choice.
+    Raises `BadChatReply` for what is no completion with exactly one choice, `TellsError` where it says why.
     """
     try:
         reply = _reply_decoder.decode(data)
+        if reply.error:
+            return _read_leniently(data, keep_logprobs)
         kept = _kept_decoder.decode(data).choices if keep_logprobs else []
         choice = _only(reply.choices)
         prompt_ids, token_ids = _ids(reply.prompt_token_ids or choice.prompt_token_ids), _ids(choice.token_ids)
@@ -175,6 +186,8 @@ def _read_leniently(data: bytes, keep_logprobs: bool) -> ChatReply:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise BadChatReply(f"not JSON: {error}") from error
+    if isinstance(body, dict) and body.get("error"):
+        raise TellsError(body)
     return read_chat_object(body, keep_logprobs=keep_logprobs)
 
 

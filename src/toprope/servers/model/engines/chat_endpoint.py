@@ -26,11 +26,10 @@ from toprope.errors.kinds import Delivery
 from toprope.errors.tree import ConfigError, EngineError, EngineUnavailable, PeerError, TransportError
 from toprope.http.client import Client
 from toprope.http.peer import MAX_REPLY_BYTES
-from toprope.http.reply import Reply
 from toprope.http.replystream import StreamedReply
 from toprope.servers.model.engines.base import Emit, StreamDied
 from toprope.servers.model.engines.provider_errors import event_error, provider_error
-from toprope.wire.chat import BadChatReply, ChatReply, read_chat_reply
+from toprope.wire.chat import BadChatReply, ChatReply, TellsError, read_chat_reply
 from toprope.wire.fields import write_object
 from toprope.wire.sse import SseEvent, SseReader, SseTooLarge
 
@@ -150,10 +149,10 @@ class ChatEndpoint:
                 raise self._unusable(error) from error
             if reply.status >= 400:
                 return provider_error(reply)
-            if (told := _told_error(reply)) is not None:
-                return told
             try:
                 return _finished(read_chat_reply(reply.body, keep_logprobs=keep_logprobs), reply.url)
+            except TellsError as told:
+                return event_error(told.body, reply.body, reply.url)
             except BadChatReply as error:
                 raise no_completion(reply.url, error) from error
 
@@ -251,13 +250,13 @@ class _Reading:
         try:
             if kind.partition(";")[0].strip().lower() == "application/json":
                 whole = await reply.whole()
-                if (told := _told_error(whole)) is not None:
-                    raise told
                 return _finished(read_chat_reply(whole.body, keep_logprobs=self._keep_logprobs), reply.url)
             reader = ChatStreamReader(call_id)
             if not await self._read_events(reply, reader) and reader.finish_reason is None:
                 raise EngineUnavailable(f"{reply.url}: the stream ended without a finish reason and without [DONE]")
             return _finished(reader.reply(keep_logprobs=self._keep_logprobs), reply.url)
+        except TellsError as told:
+            raise event_error(told.body, whole.body, reply.url) from told
         except (BadChatReply, SseTooLarge) as error:
             raise no_completion(reply.url, error) from error
         except PeerError as error:  # over the limit, or an encoding that cannot be read
@@ -295,17 +294,6 @@ def _finished(completion: ChatReply, url: str) -> ChatReply:
     if completion.finish_reason in _GIVEN_UP:
         raise EngineUnavailable(f"{url} gave up on this generation (finish reason {completion.finish_reason!r})")
     return completion
-
-
-def _told_error(reply: Reply) -> EngineError | None:
-    """The error that a whole reply of 200 tells in place of a completion, read as that of a stream's event."""
-    if b'"error"' not in reply.body:
-        return None
-    try:
-        value = _parsed(reply.body)
-    except BadChatReply:
-        return None
-    return event_error(value, reply.body, reply.url) if isinstance(value, dict) and value.get("error") else None
 
 
 def _parsed(data: bytes) -> Any:
