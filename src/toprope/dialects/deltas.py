@@ -8,28 +8,26 @@ joined are what the finished item holds. Engines emit deltas, dialects write the
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+
+class TextDelta(msgspec.Struct, frozen=True, gc=False):
     """A piece of the text of the message item at `index`; the first one may be empty and only opens the item."""
 
     index: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReasoningDelta:
+class ReasoningDelta(msgspec.Struct, frozen=True, gc=False):
     """A piece of the thought of the reasoning item at `index`."""
 
     index: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCallDelta:
+class ToolCallDelta(msgspec.Struct, frozen=True, gc=False):
     """A piece of the arguments of the function call at `index`. The first piece of a call carries its `name`, and its
     `call_id` where the engine gave one; later pieces leave both None."""
 

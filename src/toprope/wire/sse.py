@@ -10,7 +10,8 @@ servers leave that line out after their last event. Left to others: what the dat
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
+
+import msgspec
 
 _LINE_END = re.compile(rb"\r\n?|\n")
 _BOM = b"\xef\xbb\xbf"
@@ -20,7 +21,7 @@ class SseTooLarge(ValueError):
     """One event is longer than the reader takes."""
 
 
-class SseEvent(NamedTuple):
+class SseEvent(msgspec.Struct, frozen=True, gc=False):
     """One event. `event` is its name, None where the stream gave none; several `data` lines are joined by newlines."""
 
     event: str | None
@@ -55,15 +56,18 @@ class SseReader:
                 return events
             self._feed_lines(data[:end], events)
             data = data[end:]
-        # Events of one line, which most are, need no look at lines (a third of the time).
-        *blocks, rest = data.split(b"\n\n")
-        for block in blocks:
-            if block[:5] == b"data:" and b"\n" not in block and len(block) <= self._limit:
-                events.append(SseEvent(None, block[6:] if block[5:6] == b" " else block[5:]))
+        lines = data.split(b"\n")
+        if any(lines[1::2]):  # an event of several lines
+            self._feed_lines(data, events)
+            return events
+        # Events of one line, which most are: every second line is blank, and the last one has not ended.
+        ended = (len(lines) - 1) // 2 * 2
+        for line in lines[:ended:2]:
+            if line[:6] == b"data: " and len(line) <= self._limit:
+                events.append(SseEvent(None, line[6:]))
             else:
-                self._feed_lines(block + b"\n\n", events)
-        if rest:
-            self._feed_lines(rest, events)
+                self._feed_lines(line + b"\n\n", events)
+        self._feed_lines(b"\n".join(lines[ended:]), events)
         return events
 
     def _feed_lines(self, data: bytes, events: list[SseEvent]) -> None:
