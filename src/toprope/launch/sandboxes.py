@@ -122,15 +122,24 @@ class Swept:
 def sweep(directory: Path | None = None) -> Swept:
     """End every sandbox below the lease directory whose owner is dead or whose lease is over. Blocks.
 
-    Raises `SandboxUnavailable` where a container engine that holds one does not answer; the others are reaped first.
+    Raises the first failure (`SandboxUnavailable` where a container engine that holds one does not answer, or a lease
+    cannot be read) when all the others are reaped.
     """
     from toprope.sandbox import bubblewrap, docker, plain
 
     path = directory or default_directory()
-    reaped = (*bubblewrap.reap(path), *plain.reap(path), *docker.reap(path))
+    reaped: list[str] = []
+    failure: Exception | None = None
+    for reap in (bubblewrap.reap, plain.reap, docker.reap):
+        try:
+            reaped += reap(path)
+        except Exception as error:
+            failure = failure or error
+    if failure is not None:
+        raise failure
     now = time.time()
     living = tuple(
         Living(each.sandbox_id, each.kind, each.provider, each.owner.pid, each.deadline - now)
         for each in LeaseDirectory(path).leases()
     )
-    return Swept(path, reaped, living)
+    return Swept(path, tuple(reaped), living)

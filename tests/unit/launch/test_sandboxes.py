@@ -21,7 +21,7 @@ from toprope.launch.world import World
 from toprope.sandbox.docker import Docker
 from toprope.sandbox.leases import LeaseDirectory
 from toprope.sandbox.plain import PlainDirectory
-from toprope.sandbox.spec import SandboxSpec
+from toprope.sandbox.spec import SandboxSpec, SandboxUnavailable
 
 POLICY = {"role": "model", "engine": {"kind": "scripted"}}
 COMMAND = {"role": "agent", "use": "command", "model": "policy", "config": {"argv": ["true", "{prompt}"]}}
@@ -143,3 +143,19 @@ async def test_a_sweep_ends_every_kind_and_lists_what_lives(tmp_path: Path) -> N
         assert 0 < left.ends_s <= 300
         await living.stop()
     assert LeaseDirectory(leases).leases() == []
+
+
+async def test_a_lease_that_cannot_be_read_stops_no_other_kind_from_being_swept(tmp_path: Path) -> None:
+    leases = tmp_path / "leases"
+    async with running_engine(tmp_path / "engine") as engine:
+        docker = Docker(leases, name="containers", engine=engine.url, image="image:1")
+        plain = PlainDirectory(leases, name="box")
+        await plain.create(SandboxSpec(lease_s=1e-6))
+        held, torn = [await made.create(SandboxSpec(lease_s=300)) for made in (docker, plain)]
+        lease = leases / held.sandbox_id / "lease.json"
+        lease.write_bytes(msgspec.json.encode({**msgspec.json.decode(lease.read_bytes()), "deadline": 1.0}))
+        (leases / torn.sandbox_id / "lease.json").write_bytes(b"{")
+        with pytest.raises(SandboxUnavailable, match=torn.sandbox_id):
+            await asyncio.to_thread(sweep, leases)
+        assert engine.containers == {}
+        assert sorted(path.name for path in leases.iterdir() if path.is_dir()) == [torn.sandbox_id]
