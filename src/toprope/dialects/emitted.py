@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
+import msgspec
+
+from toprope.canonical.json import dumps
 from toprope.dialects.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from toprope.dialects.pivot import item_id
 from toprope.wire.fields import write_object
@@ -75,6 +78,24 @@ class Emitted:
             item.pieces.append(piece)
         return item, opened
 
+    def grow(self, delta: Delta) -> bytes | None:
+        """The piece that `delta` adds to the open item, put in, as the JSON of a string; b"" for no piece.
+
+        None, and nothing done, for a delta that opens an item or contradicts: that is for `take`.
+        """
+        item = self.items[-1] if self.items else None
+        if item is None or delta.index != item.index or _KIND[type(delta)] != item.kind:
+            return None
+        piece = delta.arguments if isinstance(delta, ToolCallDelta) else delta.text
+        if not piece:
+            return b""
+        item.pieces.append(piece)
+        return _string(piece)
+
+    def said(self, kind: Kind) -> str:
+        """All that left of the items of one kind."""
+        return "".join(item.text for item in self.items if item.kind == kind)
+
     def _opened(self, delta: Delta, kind: Kind) -> OpenItem:
         item = OpenItem(delta.index, kind, item_id(kind, self.reply_id, delta.index))
         if isinstance(delta, ToolCallDelta):
@@ -110,15 +131,42 @@ def check_same(item: OpenItem, final: Item, *, by_id: bool) -> None:
 
 def data_event(value: Mapping[str, Any], event: str | None = None) -> bytes:
     """One server-sent event. Line ends of Unicode that JSON leaves raw are escaped: some clients split at them."""
-    data = write_object(value)
-    if not data.isascii():
-        for raw, escaped in _LINE_ENDS:
-            data = data.replace(raw, escaped)
+    data = _escaped(write_object(value))
     head = b"" if event is None else b"event: " + event.encode() + b"\n"
     return head + b"data: " + data + b"\n\n"
 
 
+PIECE = "\ue000piece\ue000"
+"""What stands for the piece in an event that is to be told again and again with another one (`around`)."""
+
+
+def around(event: bytes) -> tuple[bytes, bytes] | None:
+    """What stands before and after `PIECE` in `event`, so that only the piece needs to be written every time.
+
+    None if it is not there exactly once: then the event is to be made anew each time.
+    """
+    parts = event.split(_string(PIECE))
+    return (parts[0], parts[1]) if len(parts) == 2 else None
+
+
+def _string(text: str) -> bytes:
+    try:
+        data = _encode(text)
+    except UnicodeEncodeError:
+        data = dumps(text)  # lone surrogates
+    return _escaped(data)
+
+
+_encode = msgspec.json.Encoder().encode
 _LINE_ENDS = ((b"\xe2\x80\xa8", b"\\u2028"), (b"\xe2\x80\xa9", b"\\u2029"), (b"\xc2\x85", b"\\u0085"))
+
+
+def _escaped(data: bytes) -> bytes:
+    if not data.isascii():
+        for raw, escaped in _LINE_ENDS:
+            data = data.replace(raw, escaped)
+    return data
+
 
 COMMENT = b": keep-alive\n\n"
 """What every reader of events skips."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from toprope.dialects.chat_reply import chat_message, chat_usage
-from toprope.dialects.deltas import Delta, ReasoningDelta, TextDelta
-from toprope.dialects.emitted import COMMENT, Emitted, StreamContradiction, data_event, rest_of
+from toprope.dialects.deltas import Delta, TextDelta, ToolCallDelta
+from toprope.dialects.emitted import COMMENT, PIECE, Emitted, StreamContradiction, around, data_event, rest_of
 from toprope.dialects.pivot import PivotReply
 
 _JOINED = frozenset(("role", "content", "refusal", "reasoning_content", "tool_calls"))
@@ -28,7 +28,7 @@ class ChatStream:
         }
         self._include_usage = include_usage
         self._emitted = Emitted(reply_id)
-        self._sent: dict[str, list[str]] = {"content": [], "reasoning_content": []}
+        self._more: tuple[bytes, bytes] | None = None  # the chunk that lets the open item grow, around its piece
 
     def open(self) -> bytes:
         """The chunk that names the role."""
@@ -36,20 +36,25 @@ class ChatStream:
 
     def delta(self, delta: Delta) -> bytes:
         """One chunk, or nothing for a piece that says nothing."""
+        if (more := self._more) is not None and (piece := self._emitted.grow(delta)) is not None:
+            return more[0] + piece + more[1] if piece else b""
         item, opened = self._emitted.take(delta)
-        if isinstance(delta, TextDelta):
-            return self._say("content", delta.text)
-        if isinstance(delta, ReasoningDelta):
-            return self._say("reasoning_content", delta.text)
-        place = sum(each.kind == "function_call" for each in self._emitted.items) - 1
-        if opened:
-            return self._call(place, item.call_id, item.name, delta.arguments)
-        return self._more(place, delta.arguments)
+        if isinstance(delta, ToolCallDelta):
+            place = sum(each.kind == "function_call" for each in self._emitted.items) - 1
+            self._more = around(self._argue(place, PIECE))
+            if opened:
+                return self._call(place, item.call_id, item.name, delta.arguments)
+            return self._argue(place, delta.arguments)
+        field = "content" if isinstance(delta, TextDelta) else "reasoning_content"
+        self._more = around(self._say(field, PIECE))
+        return self._say(field, delta.text)
 
     def finish(self, reply: PivotReply) -> bytes:
         """The rest of the message, the finish reason, usage where it was asked for, and `[DONE]`."""
         message = chat_message(reply.output)
-        out = [self._rest("reasoning_content", message), self._rest("content", message), self._calls(message)]
+        thought, text = self._emitted.said("reasoning"), self._emitted.said("message")
+        out = [self._rest("reasoning_content", thought, message), self._rest("content", text, message)]
+        out.append(self._calls(message))
         if message.get("refusal") is not None:
             out.append(self._chunk({"refusal": message["refusal"]}))
         rest = {name: value for name, value in message.items() if name not in _JOINED}
@@ -64,8 +69,8 @@ class ChatStream:
         """A comment."""
         return COMMENT
 
-    def _rest(self, field: str, message: dict[str, Any]) -> bytes:
-        said, final = "".join(self._sent[field]), message.get(field)
+    def _rest(self, field: str, said: str, message: dict[str, Any]) -> bytes:
+        final = message.get(field)
         rest = rest_of(said, final or "", field)
         if final == "" and field == "content":
             return self._chunk({"content": ""})  # said nothing, which is not the same as no content
@@ -86,20 +91,17 @@ class ChatStream:
             if (item.call_id, item.name) != (call["id"], function["name"]):
                 raise StreamContradiction(f"call {place}: {item.call_id} {item.name} was sent, {call} was finished")
             rest = rest_of(item.text, function["arguments"], f"arguments of call {place}")
-            out.append(self._more(place, rest))
+            out.append(self._argue(place, rest))
         return b"".join(out)
 
     def _say(self, field: str, text: str) -> bytes:
-        if not text:
-            return b""
-        self._sent[field].append(text)
-        return self._chunk({field: text})
+        return self._chunk({field: text}) if text else b""
 
     def _call(self, place: int, call_id: str, name: str, arguments: str) -> bytes:
         call = {"index": place, "id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
         return self._chunk({"tool_calls": [call]})
 
-    def _more(self, place: int, arguments: str) -> bytes:
+    def _argue(self, place: int, arguments: str) -> bytes:
         if not arguments:
             return b""
         return self._chunk({"tool_calls": [{"index": place, "function": {"arguments": arguments}}]})

@@ -12,9 +12,11 @@ from toprope.dialects.chat_parts import plain_text, reasoning_text
 from toprope.dialects.deltas import Delta, ToolCallDelta
 from toprope.dialects.emitted import (
     COMMENT,
+    PIECE,
     Emitted,
     OpenItem,
     StreamContradiction,
+    around,
     check_same,
     data_event,
     rest_of,
@@ -43,6 +45,7 @@ class MessagesStream:
         self._started = False
         self._blocks = 0
         self._in_block = False
+        self._more: tuple[bytes, bytes] | None = None  # the event that lets the open block grow, around its piece
         self._arguments: Literal["blank", "object", "odd"] = "blank"
 
     def open(self) -> bytes:
@@ -52,13 +55,19 @@ class MessagesStream:
 
     def delta(self, delta: Delta) -> bytes:
         """The block's start where it is new, after the stop of the one before, and its piece; nothing for no text."""
+        if (more := self._more) is not None and (piece := self._emitted.grow(delta)) is not None:
+            return more[0] + piece + more[1] if piece else b""
         before = self._emitted.last
         item, opened = self._emitted.take(delta)
         out = self._stop(before) if opened and before is not None else b""
         if isinstance(delta, ToolCallDelta):
             head = self._start(_call_block(item)) if opened else b""
-            return out + head + self._argue(item, delta.arguments)
-        return out + self._grow(item, delta.text) if delta.text else out
+            out += head + self._argue(item, delta.arguments)
+        elif delta.text:
+            out += self._grow(item, delta.text)
+        if self._in_block and (item.kind != "function_call" or self._arguments == "object"):
+            self._more = around(self._grow(item, PIECE))
+        return out
 
     def finish(self, reply: PivotReply) -> bytes:
         """The rest of every block, the stop of the last one, `message_delta` with reason and counts, `message_stop`."""
@@ -140,7 +149,7 @@ class MessagesStream:
             signed = {"type": "signature_delta", "signature": signature_of(final or {"id": item.id})}
             out = _event("content_block_delta", index=self._blocks, delta=signed)
         out += _event("content_block_stop", index=self._blocks)
-        self._in_block = False
+        self._in_block, self._more = False, None
         self._arguments = "blank"
         self._blocks += 1
         return out

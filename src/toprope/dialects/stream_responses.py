@@ -14,9 +14,11 @@ from toprope.dialects.chat_parts import text_part
 from toprope.dialects.deltas import Delta, ToolCallDelta
 from toprope.dialects.emitted import (
     COMMENT,
+    PIECE,
     Emitted,
     OpenItem,
     StreamContradiction,
+    around,
     check_same,
     data_event,
     rest_of,
@@ -43,6 +45,7 @@ class ResponsesStream:
         self._begun = response_begun(request, reply_id=reply_id, model=model, created=created)
         self._emitted = Emitted(reply_id)
         self._number = 0
+        self._more: tuple[bytes, bytes, bytes] | None = None  # the event of a piece, around its number and the piece
 
     def open(self) -> bytes:
         """`response.created` and `response.in_progress`."""
@@ -51,9 +54,19 @@ class ResponsesStream:
 
     def delta(self, delta: Delta) -> bytes:
         """The delta, after the done events of the item before it and the item's own `added` where it is new."""
+        if (more := self._more) is not None and (piece := self._emitted.grow(delta)) is not None:
+            if not piece:
+                return b""
+            number, self._number = self._number, self._number + 1
+            return b"%b%d%b%b%b" % (more[0], number, more[1], piece, more[2])
         before = self._emitted.last
         item, opened = self._emitted.take(delta)
-        return self._write(self._events(delta, item, before if opened else None, opened))
+        out = self._write(self._events(delta, item, before if opened else None, opened))
+        self._more = None
+        if (found := around(_numbered(0, _piece_of(item, PIECE)))) is not None:
+            head, _, rest = found[0].partition(b"0")  # the number stands first, after the type
+            self._more = (head, rest, found[1])
+        return out
 
     def _events(self, delta: Delta, item: OpenItem, before: OpenItem | None, opened: bool) -> Iterator[Event]:
         if before is not None:
@@ -63,10 +76,8 @@ class ResponsesStream:
             if item.kind != "function_call":
                 yield _part_added(item.index, item.id, 0, _made_part(item, ""))
         piece = delta.arguments if isinstance(delta, ToolCallDelta) else delta.text
-        if piece and item.kind == "function_call":
-            yield _arguments("delta", item.index, item.id, delta=piece)
-        elif piece:
-            yield _part_delta(item.index, item.id, 0, _made_part(item, "")["type"], piece)
+        if piece:
+            yield _piece_of(item, piece)
 
     def finish(self, reply: PivotReply) -> bytes:
         """The rest of every item, done events, and `response.completed` or `response.incomplete`."""
@@ -85,14 +96,10 @@ class ResponsesStream:
             if item is not sent[-1]:
                 if rest or len(final.get("content") or ()) > 1:
                     raise StreamContradiction(f"item {item.index} has ended, and the finished one says more")
-            elif item.kind == "function_call":
-                if rest:
-                    yield _arguments("delta", item.index, item.id, delta=rest)
-                yield from _ended(item, final, 0)
-            else:
-                if rest:
-                    yield _part_delta(item.index, item.id, 0, _made_part(item, "")["type"], rest)
-                yield from _ended(item, final, 1)
+                continue
+            if rest:
+                yield _piece_of(item, rest)
+            yield from _ended(item, final, int(item.kind != "function_call"))
         for index in range(len(sent), len(output)):
             yield from _whole(index, output[index])
         yield {"type": f"response.{response['status']}", "response": response}
@@ -104,10 +111,14 @@ class ResponsesStream:
     def _write(self, events: Any) -> bytes:
         out = []
         for event in events:
-            kind = event["type"]
-            out.append(data_event({"type": kind, "sequence_number": self._number, **event}, kind))
+            out.append(_numbered(self._number, event))
             self._number += 1
         return b"".join(out)
+
+
+def _numbered(number: int, event: Event) -> bytes:
+    kind = event["type"]
+    return data_event({"type": kind, "sequence_number": number, **event}, kind)
 
 
 def _made(item: OpenItem, *, begun: bool = False) -> Item:
@@ -125,6 +136,13 @@ def _made(item: OpenItem, *, begun: bool = False) -> Item:
 
 def _made_part(item: OpenItem, text: str) -> dict[str, Any]:
     return text_part(text, "reasoning_text" if item.kind == "reasoning" else "output_text")
+
+
+def _piece_of(item: OpenItem, piece: str) -> Event:
+    """The event of one more piece of an item that deltas opened."""
+    if item.kind == "function_call":
+        return _arguments("delta", item.index, item.id, delta=piece)
+    return _part_delta(item.index, item.id, 0, _made_part(item, "")["type"], piece)
 
 
 def _text_of(item: OpenItem, final: Item) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.unit.dialects.scripted_replies import told
 
 from toprope.dialects.deltas import ReasoningDelta, TextDelta, ToolCallDelta
+from toprope.dialects.emitted import PIECE
 from toprope.dialects.pivot import PivotReply, with_item_ids
 from toprope.dialects.responses import request_from_responses
 from toprope.dialects.stream import StreamContradiction, open_stream
@@ -283,3 +285,28 @@ def test_a_long_stream_of_small_deltas_takes_linear_time():
             writer.delta(TextDelta(0, "ab"))
         item = {**TEXT, "content": [{"type": "output_text", "text": "ab" * 20_000, "annotations": []}]}
         assert writer.finish(_reply(item))
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_piece_put_into_its_event_makes_the_bytes_that_writing_the_whole_event_makes(dialect):
+    for seed in range(400):
+        script, short, whole = told(seed, objects_only=False), _open(dialect), _open(dialect)
+        whole._emitted.grow = lambda delta: None  # every delta is written as the first one of its item is
+        for delta in script.deltas:
+            assert short.delta(delta) == whole.delta(delta)
+        assert [each.pieces for each in short._emitted.items] == [each.pieces for each in whole._emitted.items]
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_model_that_is_named_like_the_place_of_a_piece_is_written_as_it_is(dialect):
+    writer = open_stream(dialect, REQUEST, reply_id=PIECE, model=PIECE, created=1)
+    texts = ["a", "b", PIECE, "\u2028\ud800"]
+    events = [_events(writer.delta(TextDelta(0, text)))[-1] for text in texts]
+    said = {
+        "chat": lambda event: event["choices"][0]["delta"]["content"],
+        "responses": lambda event: event["delta"],
+        "messages": lambda event: event["delta"]["text"],
+    }[dialect]
+    assert [said(event) for event in events] == texts
+    if dialect == "chat":
+        assert {event["model"] for event in events} == {PIECE}
