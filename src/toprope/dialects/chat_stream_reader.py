@@ -4,22 +4,27 @@ The completion is what a plain reply of the same generation holds, so that ids, 
 same code. Nothing is taken from the first element only: ids and logprobs count on every chunk whatever its delta, and
 calls are told apart by id as well as by index. A message holds thought, text and calls in no order of its own; where
 they came otherwise (text after a call, a second thought), `reply` says in which, so that what left already stays where
-it is. Left to others: the bytes (`wire.sse`) and what an error event means (engines).
+it is. Chunks that only let grow what is open, which nearly all do, take a shorter road to the same end (`feed_plain`).
+Left to others: the bytes (`wire.sse`) and what an error event means (engines).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from toprope.canonical.json import NotJson, loads
+import msgspec
+
 from toprope.dialects.chat_history import argument_text
+from toprope.dialects.chat_stream_items import GrowingCall, GrowingPiece, GrowingText, given_id
 from toprope.dialects.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from toprope.wire.chat import BadChatReply, ChatReply, Said, read_chat_object
+from toprope.wire.chat_chunk import DECODERS, Decode, TokenLogprob
 
 _FIRST = ("id", "model", "created", "prompt_token_ids")
 """Fields of a chunk whose first value counts; of all others the last one does."""
+_SAME = ("id", "model", "created")
+"""Those that every chunk repeats: once they are known, they do not count."""
 _TOLD_ELSEWHERE = ("choices", "object")
 _THOUGHTS = ("reasoning_content", "reasoning")
 _READ = frozenset((*_THOUGHTS, "role", "content", "refusal", "tool_calls"))
@@ -38,10 +43,10 @@ class ChatStreamReader:
         self._lists: dict[str, list[Any]] = {}
         self._logprobs: dict[str, list[Any]] = {}
         self._message: dict[str, Any] = {}
-        self._texts: dict[str, _Text] = {}
+        self._texts: dict[str, GrowingText] = {}
         self._parts: list[Any] = []
-        self._line: list[_Piece | _Call] = []
-        self._calls: list[_Call] = []
+        self._line: list[GrowingPiece | GrowingCall] = []
+        self._calls: list[GrowingCall] = []
         self._blank = ""
         self._has_text = False
         self._at = 0
@@ -75,13 +80,74 @@ class ChatStreamReader:
             deltas += self._take_choice(choice)
         return deltas
 
+    def feed_plain(self, chunks: Sequence[bytes], at: int, deltas: list[Delta]) -> int:
+        """Take in `chunks` (JSON) from place `at` on as long as they only let the open item grow, and put what they add
+        into `deltas`; the place of the first that is left, which is for `feed`. Never raises.
+
+        What it takes is taken as `feed` would, except that of a logprob nothing but the number is kept.
+        """
+        growing = self._growing()
+        if growing is None:
+            return at
+        decode, delta_of, texts, index = growing
+        ids, log_probs = self._lists.get("token_ids"), self._logprobs.get("content")
+        while at < len(chunks):
+            try:
+                chunk = decode(chunks[at])
+            except (msgspec.DecodeError, RecursionError):
+                break
+            choice = chunk.choices[0]
+            if index is not None and choice.delta.index not in (None, index):
+                break
+            if piece := choice.delta.text:
+                for text in texts:
+                    text.append(piece)
+                deltas.append(delta_of(self._at, piece))
+            if choice.token_ids is not None:
+                ids = self._lists.setdefault("token_ids", []) if ids is None else ids
+                ids += choice.token_ids
+            if choice.logprobs is not None and choice.logprobs.content is not None:
+                log_probs = self._logprobs.setdefault("content", []) if log_probs is None else log_probs
+                log_probs += choice.logprobs.content
+            if chunk.usage is not None:
+                self._top["usage"] = chunk.usage
+            if chunk.system_fingerprint is not None:
+                self._top["system_fingerprint"] = chunk.system_fingerprint
+            if chunk.service_tier is not None:
+                self._top["service_tier"] = chunk.service_tier
+            at += 1
+        return at
+
+    def _growing(self) -> tuple[Decode, Callable[[int, str], Delta], list[list[str]], int | None] | None:
+        """How a plain chunk is read now, what delta it makes, the texts that its piece is put to, for a call its index.
+
+        None where one of them could do more than let the open item grow.
+        """
+        if self._mute or not self._line or self._at + 1 != len(self._line) or self.finish_reason:
+            return None
+        if not all(self._top.get(name) for name in _SAME) or self._message.get("role", "assistant") != "assistant":
+            return None
+        item = self._line[-1]
+        if isinstance(item, GrowingCall):
+            if not item.begun or item.arguments.held or not isinstance(item.index, int):
+                return None
+            return DECODERS["tool_calls"], ToolCallDelta, [item.arguments.pieces], item.index
+        if item.text.held:
+            return None
+        if item.kind == "message":
+            return DECODERS["content"], TextDelta, [item.text.pieces], None
+        names = [name for name in _THOUGHTS if name in self._texts]
+        if len(names) > 1 or self._texts[names[0]].held:
+            return None
+        return DECODERS[names[0]], ReasoningDelta, [item.text.pieces, self._texts[names[0]].pieces], None
+
     def result(self) -> dict[str, Any]:
         """The completion so far, shaped like a plain reply. Raises `BadChatReply` if no choice came at all."""
         if not self._begun:
             raise BadChatReply("the stream ended before its first choice")
         choice: dict[str, Any] = {"index": 0, "message": self._whole_message(), **self._choice, **self._lists}
         if self._logprobs:
-            choice["logprobs"] = dict(self._logprobs)
+            choice["logprobs"] = {kind: [_entry(each) for each in told] for kind, told in self._logprobs.items()}
         return {**self._top, "object": "chat.completion", "choices": [choice]}
 
     def reply(self, *, keep_logprobs: bool = False) -> ChatReply:
@@ -93,7 +159,7 @@ class ChatStreamReader:
         ranks = [_RANK[each.kind] for each in self._line]
         if self._unordered or ranks == sorted(ranks):
             return ()
-        return tuple((each.kind, each.text.whole() if isinstance(each, _Piece) else "") for each in self._line)
+        return tuple((each.kind, each.text.whole() if isinstance(each, GrowingPiece) else "") for each in self._line)
 
     def _same_prompt(self, ids: Any) -> None:
         if not ids:
@@ -171,7 +237,7 @@ class ChatStreamReader:
         if not isinstance(content, str):
             return
         self._has_text = self._has_text or not self._calls
-        if self._line and isinstance(self._line[-1], _Call):  # a parser's white space between calls is no text
+        if self._line and isinstance(self._line[-1], GrowingCall):  # a parser's white space between calls is no text
             self._blank += content
             content = "" if self._blank.isspace() else self._blank
         if content:
@@ -179,29 +245,29 @@ class ChatStreamReader:
 
     def _say(self, kind: str, text: str) -> None:
         last = self._line[-1] if self._line else None
-        if not isinstance(last, _Piece) or last.kind != kind:
+        if not isinstance(last, GrowingPiece) or last.kind != kind:
             self._end(last)
-            last = _Piece(kind)
+            last = GrowingPiece(kind)
             self._line.append(last)
         last.unsent += last.text.add(text)
 
-    def _end(self, last: _Piece | _Call | None) -> None:
+    def _end(self, last: GrowingPiece | GrowingCall | None) -> None:
         """Something else begins: nothing more comes of what stood last, the other half of a character neither."""
         self._blank = ""
-        if isinstance(last, _Piece):
+        if isinstance(last, GrowingPiece):
             last.unsent += last.text.end()
 
     def _take_call(self, piece: Mapping[str, Any]) -> None:
         """Put a piece into the call that it belongs to. One of a call that was left already waits for the finish."""
         call = self._call_of(piece)
         if call is None:
-            call_id = _given_id(piece)
-            call = _Call(piece.get("index"), call_id, call_id or f"call_{self._call_id}_{len(self._calls)}")
+            call_id = given_id(piece)
+            call = GrowingCall(piece.get("index"), call_id, call_id or f"call_{self._call_id}_{len(self._calls)}")
             self._end(self._line[-1] if self._line else None)
             self._calls.append(call)
             self._line.append(call)
         elif not call.id:
-            call.id = _given_id(piece)
+            call.id = given_id(piece)
             call.said_id = call.said_id if call.begun else call.id or call.said_id
         function = piece.get("function")
         if call.repeated(function):
@@ -217,13 +283,13 @@ class ChatStreamReader:
         call.rest.update(rest)
         self._mute = self._mute or rest.get("type") == "custom"
 
-    def _call_of(self, piece: Mapping[str, Any]) -> _Call | None:
+    def _call_of(self, piece: Mapping[str, Any]) -> GrowingCall | None:
         """The call that a piece continues, None if it begins one.
 
         An id tells calls apart under one index. Without an id the newest call of the index is meant, unless the piece
         names a function and that call is complete.
         """
-        index, call_id = piece.get("index"), _given_id(piece)
+        index, call_id = piece.get("index"), given_id(piece)
         here = [call for call in self._calls if index is None or call.index == index]
         if not here:
             return None
@@ -239,7 +305,7 @@ class ChatStreamReader:
         deltas: list[Delta] = []
         while not self._mute and self._at < len(self._line):
             item = self._line[self._at]
-            if isinstance(item, _Call) and not item.name:
+            if isinstance(item, GrowingCall) and not item.name:
                 break
             deltas += item.news(self._at)
             if self._at + 1 == len(self._line) or not item.complete():
@@ -247,16 +313,16 @@ class ChatStreamReader:
             self._at += 1
         return deltas
 
-    def _text(self, name: str) -> _Text:
+    def _text(self, name: str) -> GrowingText:
         text = self._texts.get(name)
         if text is None:
-            text = self._texts[name] = _Text()
+            text = self._texts[name] = GrowingText()
         return text
 
     def _whole_message(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None, **self._message}
         message.update({name: text.whole() for name, text in self._texts.items()})
-        texts = [each.text.whole() for each in self._line if each.kind == "message" and isinstance(each, _Piece)]
+        texts = [each.text.whole() for each in self._line if each.kind == "message" and isinstance(each, GrowingPiece)]
         if texts or self._has_text:
             message["content"] = "".join(texts)
         if self._parts:
@@ -267,127 +333,8 @@ class ChatStreamReader:
         return message
 
 
-@dataclass(slots=True)
-class _Text:
-    """Text in pieces. One half of a surrogate pair waits for the other, as a parser of the whole would join them."""
-
-    pieces: list[str] = field(default_factory=list)
-    held: str = ""
-
-    def add(self, piece: str) -> str:
-        """The text that is new for sure."""
-        if self.held or "\ud800" <= piece[-1:] <= "\udbff":
-            piece = _paired(self.held + piece)
-            self.held = piece[-1:] if "\ud800" <= piece[-1:] <= "\udbff" else ""
-            piece = piece[: len(piece) - len(self.held)]
-        if piece:
-            self.pieces.append(piece)
-        return piece
-
-    def end(self) -> str:
-        """What waited for its other half, which does not come any more."""
-        held, self.held = self.held, ""
-        if held:
-            self.pieces.append(held)
-        return held
-
-    def whole(self) -> str:
-        """All of it."""
-        return "".join(self.pieces) + self.held
-
-
-@dataclass(slots=True)
-class _Piece:
-    """A run of text or of thought, ended when anything else begins; `unsent` is what no delta carried yet."""
-
-    kind: str
-    text: _Text = field(default_factory=_Text)
-    unsent: str = ""
-
-    def news(self, at: int) -> list[Delta]:
-        said, self.unsent = self.unsent, ""
-        delta = TextDelta if self.kind == "message" else ReasoningDelta
-        return [delta(at, said)] if said else []
-
-    def complete(self) -> bool:
-        return True  # asked only where something else has begun
-
-
-@dataclass(slots=True)
-class _Call:
-    """One tool call in the making; `unsent` are arguments that no delta carried yet, `said_id` the id to tell."""
-
-    kind = "function_call"
-
-    index: Any
-    id: str
-    said_id: str
-    name: str = ""
-    arguments: _Text = field(default_factory=_Text)
-    unsent: str = ""
-    begun: bool = False
-    seen: int = 0
-    parsed: int = 0
-    is_whole: bool = False
-    rest: dict[str, Any] = field(default_factory=dict)
-
-    def news(self, at: int) -> list[Delta]:
-        said, self.unsent = self.unsent, ""
-        if not self.begun:
-            self.begun = True
-            return [ToolCallDelta(at, said, self.name, self.said_id)]
-        return [ToolCallDelta(at, said)] if said else []
-
-    def repeated(self, function: Any) -> bool:
-        """Whether `function` says the whole call once more, as some engines do at the end; that adds nothing."""
-        again = self._again(function)
-        return again is not None and again == self.arguments.whole()
-
-    def other(self, function: Any) -> bool:
-        """Whether `function` is another whole call, although it has the id of this one, which is complete."""
-        again = self._again(function)
-        return again is not None and again != self.arguments.whole()
-
-    def _again(self, function: Any) -> str | None:
-        """The arguments of a piece that has the name of this complete call and an object of its own; else None."""
-        if not isinstance(function, dict) or not self.name or function.get("name") != self.name:
-            return None
-        arguments = argument_text(function.get("arguments"))
-        if not (arguments.lstrip().startswith("{") and arguments.rstrip().endswith("}")):
-            return None
-        return arguments if self.complete() or self.complete() else None  # the second time what grew is parsed for sure
-
-    def complete(self) -> bool:
-        """Whether its arguments are a whole JSON object, after which no engine sends more of them.
-
-        Growing arguments are parsed when they have doubled, or when they grew no more: so seldom that the whole is
-        linear.
-        """
-        count, seen = len(self.arguments.pieces), self.seen
-        self.seen = count
-        if count == self.parsed or not count or (seen != count < 2 * self.parsed):
-            return self.is_whole
-        self.parsed = count
-        try:
-            self.is_whole = isinstance(loads(self.arguments.whole()), dict)
-        except (NotJson, RecursionError):
-            self.is_whole = False
-        return self.is_whole
-
-    def whole(self) -> dict[str, Any]:
-        """The call as a plain reply has it."""
-        function = {"name": self.name, "arguments": self.arguments.whole()}
-        return {"id": self.said_id, "type": "function", "function": function, **self.rest}
-
-
-def _given_id(piece: Mapping[str, Any]) -> str:
-    """The id of a tool-call piece, empty where it has none."""
-    call_id = piece.get("id")
-    return call_id if isinstance(call_id, str) else ""
-
-
-def _paired(text: str) -> str:
-    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+def _entry(told: Any) -> Any:
+    return {"logprob": told.logprob} if type(told) is TokenLogprob else told
 
 
 def _joined(old: Any, new: Any) -> Any:

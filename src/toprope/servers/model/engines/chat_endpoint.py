@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from toprope.dialects.chat_stream_reader import ChatStreamReader
+from toprope.dialects.deltas import Delta
 from toprope.errors.kinds import Delivery
 from toprope.errors.tree import ConfigError, EngineError, EngineUnavailable, PeerError, TransportError
 from toprope.http.client import Client
@@ -266,22 +267,35 @@ class _Reading:
         """Read to the end; whether `[DONE]` said so."""
         events = SseReader(self._limit)
         async for piece in reply:
-            for event in events.feed(piece):
-                if self._take(event, reader, reply.url):
-                    await reply.settle(_SETTLE_S)
-                    return True
-        return any(self._take(event, reader, reply.url) for event in events.end())
+            if self._take(events.feed(piece), reader, reply.url):
+                await reply.settle(_SETTLE_S)
+                return True
+        return self._take(events.end(), reader, reply.url)
 
-    def _take(self, event: SseEvent, reader: ChatStreamReader, url: str) -> bool:
-        if event.data == b"[DONE]":
-            return True
-        chunk = _parsed(event.data)
-        if isinstance(chunk, dict) and (chunk.get("error") or event.event == "error"):
-            raise event_error(chunk, event.data, url)
-        for delta in reader.feed(chunk):
+    def _take(self, events: list[SseEvent], reader: ChatStreamReader, url: str) -> bool:
+        """Take in the events that came together; whether `[DONE]` was among them, which is the last then."""
+        chunks = [b"" if event.event else event.data for event in events]  # what has a name is no plain chunk
+        at = 0
+        while at < len(events):
+            if not self._keep_logprobs:
+                deltas: list[Delta] = []
+                at = reader.feed_plain(chunks, at, deltas)
+                self._give(deltas)
+            if at < len(events):
+                event = events[at]
+                if event.data == b"[DONE]":
+                    return True
+                chunk = _parsed(event.data)
+                if isinstance(chunk, dict) and (chunk.get("error") or event.event == "error"):
+                    raise event_error(chunk, event.data, url)
+                self._give(reader.feed(chunk))
+                at += 1
+        return False
+
+    def _give(self, deltas: list[Delta]) -> None:
+        for delta in deltas:
             self.begun = True
             self._emit(delta)
-        return False
 
 
 def no_completion(url: str, why: Exception) -> EngineUnavailable:

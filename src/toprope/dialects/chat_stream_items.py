@@ -1,0 +1,137 @@
+"""The items of one streamed message while they grow: text with halves of characters, and calls in pieces.
+
+Left to others: which item a piece belongs to, and when it may leave (`chat_stream_reader`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from toprope.canonical.json import NotJson, loads
+from toprope.dialects.chat_history import argument_text
+from toprope.dialects.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
+
+
+@dataclass(slots=True)
+class GrowingText:
+    """Text in pieces. One half of a surrogate pair waits for the other, as a parser of the whole would join them."""
+
+    pieces: list[str] = field(default_factory=list)
+    held: str = ""
+
+    def add(self, piece: str) -> str:
+        """The text that is new for sure."""
+        if self.held or "\ud800" <= piece[-1:] <= "\udbff":
+            piece = _paired(self.held + piece)
+            self.held = piece[-1:] if "\ud800" <= piece[-1:] <= "\udbff" else ""
+            piece = piece[: len(piece) - len(self.held)]
+        if piece:
+            self.pieces.append(piece)
+        return piece
+
+    def end(self) -> str:
+        """What waited for its other half, which does not come any more."""
+        held, self.held = self.held, ""
+        if held:
+            self.pieces.append(held)
+        return held
+
+    def whole(self) -> str:
+        """All of it."""
+        return "".join(self.pieces) + self.held
+
+
+@dataclass(slots=True)
+class GrowingPiece:
+    """A run of text or of thought, ended when anything else begins; `unsent` is what no delta carried yet."""
+
+    kind: str
+    text: GrowingText = field(default_factory=GrowingText)
+    unsent: str = ""
+
+    def news(self, at: int) -> list[Delta]:
+        said, self.unsent = self.unsent, ""
+        delta = TextDelta if self.kind == "message" else ReasoningDelta
+        return [delta(at, said)] if said else []
+
+    def complete(self) -> bool:
+        return True  # asked only where something else has begun
+
+
+@dataclass(slots=True)
+class GrowingCall:
+    """One tool call in the making; `unsent` are arguments that no delta carried yet, `said_id` the id to tell."""
+
+    kind = "function_call"
+
+    index: Any
+    id: str
+    said_id: str
+    name: str = ""
+    arguments: GrowingText = field(default_factory=GrowingText)
+    unsent: str = ""
+    begun: bool = False
+    seen: int = 0
+    parsed: int = 0
+    is_whole: bool = False
+    rest: dict[str, Any] = field(default_factory=dict)
+
+    def news(self, at: int) -> list[Delta]:
+        said, self.unsent = self.unsent, ""
+        if not self.begun:
+            self.begun = True
+            return [ToolCallDelta(at, said, self.name, self.said_id)]
+        return [ToolCallDelta(at, said)] if said else []
+
+    def repeated(self, function: Any) -> bool:
+        """Whether `function` says the whole call once more, as some engines do at the end; that adds nothing."""
+        again = self._again(function)
+        return again is not None and again == self.arguments.whole()
+
+    def other(self, function: Any) -> bool:
+        """Whether `function` is another whole call, although it has the id of this one, which is complete."""
+        again = self._again(function)
+        return again is not None and again != self.arguments.whole()
+
+    def _again(self, function: Any) -> str | None:
+        """The arguments of a piece that has the name of this complete call and an object of its own; else None."""
+        if not isinstance(function, dict) or not self.name or function.get("name") != self.name:
+            return None
+        arguments = argument_text(function.get("arguments"))
+        if not (arguments.lstrip().startswith("{") and arguments.rstrip().endswith("}")):
+            return None
+        return arguments if self.complete() or self.complete() else None  # the second time what grew is parsed for sure
+
+    def complete(self) -> bool:
+        """Whether its arguments are a whole JSON object, after which no engine sends more of them.
+
+        Growing arguments are parsed when they have doubled, or when they grew no more: so seldom that the whole is
+        linear.
+        """
+        count, seen = len(self.arguments.pieces), self.seen
+        self.seen = count
+        if count == self.parsed or not count or (seen != count < 2 * self.parsed):
+            return self.is_whole
+        self.parsed = count
+        try:
+            self.is_whole = isinstance(loads(self.arguments.whole()), dict)
+        except (NotJson, RecursionError):
+            self.is_whole = False
+        return self.is_whole
+
+    def whole(self) -> dict[str, Any]:
+        """The call as a plain reply has it."""
+        function = {"name": self.name, "arguments": self.arguments.whole()}
+        return {"id": self.said_id, "type": "function", "function": function, **self.rest}
+
+
+def given_id(piece: Mapping[str, Any]) -> str:
+    """The id of a tool-call piece, empty where it has none."""
+    call_id = piece.get("id")
+    return call_id if isinstance(call_id, str) else ""
+
+
+def _paired(text: str) -> str:
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")

@@ -1,0 +1,118 @@
+"""Two roads for a chunk of an upstream's stream: whatever takes the short one is read as the long one reads it."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+
+from toprope.dialects.chat_stream_reader import ChatStreamReader
+from toprope.wire.chat import BadChatReply
+
+_TEXTS = (
+    "a", "the ", "", " ", "\n", '"', "\\", "é😀", "\u2028",
+    "\ud83d", "\ude00", "\ud83d\ude00", "{", "}", '{"a": 1}', None,
+)  # fmt: skip
+_IDS = ([5], [5, 6], [], None, [7] * 3, [2**32 - 1], [2**32], [-1], [True], [1.0], ["1"], "7", 7)
+_LOG_PROBS = (-0.5, -1, 0, -0.0, 1e300, None, float("nan"), True, "x", 2**70)
+_ODD_CALLS = ({"id": "c1"}, {"type": "function"}, {"index": None}, {"index": 9}, {"extra": 1})
+_ODD_FUNCTIONS = ({"name": "add", "arguments": '{"a": 1}'}, {"arguments": {"a": 1}}, {}, None)
+_ODD_DELTAS = ({"role": "tool"}, {"content": "z"}, {"reasoning": "z"}, {"refusal": "no"}, {"k": "v"}, {"k": "w"})
+_ODD_CHOICES = ({"index": 1}, {"index": None}, {"finish_reason": "stop"}, {"prompt_token_ids": [1, 3]}, {"x": 1})
+_TOPS = ({}, {}, {"system_fingerprint": "f"}, {"system_fingerprint": "g"}, {"service_tier": ""}, {"usage": {"n": 1}})
+_ODD_TOPS = ({"id": "other"}, {"prompt_token_ids": [1, 2]}, {"choices": []}, {"more": 1})
+
+
+def _chunks(rng: random.Random) -> list[dict[str, object]]:
+    """A stream in which most chunks are plain, as engines write them, and any other may stand among them."""
+    odd = rng.choice((0.0, 0.03, 0.15))
+    first = _chunk({"role": "assistant", "content": rng.choice(("", None, "a"))}, prompt_token_ids=[1, 2])
+    chunks = [first if rng.random() < 0.9 else _chunk({})]
+    for run in range(rng.randint(1, 5)):
+        kind, index = rng.choice(("content", "reasoning_content", "reasoning", "tool_calls")), rng.choice((0, 0, run))
+        if kind == "tool_calls":
+            begun = {"name": "add", "arguments": ""}
+            opening = {"index": index, "id": f"c{run}", "type": "function", "function": begun}
+            chunks.append(_chunk({"tool_calls": [opening]}))
+        chunks += [_grown(rng, kind, index, odd) for _ in range(rng.randint(0, 12))]
+    last = _chunk({}, {"finish_reason": rng.choice(("stop", "tool_calls", "length", "odd", None)), "stop_reason": None})
+    late = [_grown(rng, "content", 0, odd)] * rng.choice((0, 0, 0, 1))
+    return [*chunks, last, *late, {**_chunk({}), "choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 7}}]
+
+
+def _chunk(delta: object, choice: object = None, /, **top: object) -> dict[str, object]:
+    only = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None, **(choice or {})}
+    return {"id": "up", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [only], **top}
+
+
+def _grown(rng: random.Random, kind: str, index: int, odd: float) -> dict[str, object]:
+    def any_of(values, plain):
+        return rng.choice(values if rng.random() < odd else values[:plain])
+
+    piece = any_of(_TEXTS, 9)
+    delta: dict[str, object] = {kind: piece}
+    if kind == "tool_calls":
+        call: dict[str, object] = {"index": index, "function": {"arguments": piece}}
+        if rng.random() < odd:
+            call = {**call, **rng.choice(_ODD_CALLS), "function": rng.choice(_ODD_FUNCTIONS)}
+        delta = {kind: [call] * any_of((1, 2, 0), 1)}
+    choice: dict[str, object] = {}
+    if rng.random() < 0.8:
+        choice["token_ids"] = any_of(_IDS, 5)
+    if rng.random() < 0.8:
+        entries = [{"token": "t", "logprob": any_of(_LOG_PROBS, 5), "bytes": None} for _ in range(rng.randint(0, 2))]
+        choice["logprobs"] = any_of(({"content": entries, "refusal": None}, None, {"refusal": [1]}, {"content": 3}), 2)
+    top: dict[str, object] = dict(rng.choice(_TOPS))
+    for fields, others in ((delta, _ODD_DELTAS), (choice, _ODD_CHOICES), (top, _ODD_TOPS)):
+        if rng.random() < odd:
+            fields.update(rng.choice(others))
+    return {**_chunk(delta, choice), **top}
+
+
+def _read(chunks: list[bytes], *, short: bool) -> tuple[object, int]:
+    """What is made of a stream, or the words of its refusal with what had left; and how many took the short road."""
+    reader, deltas, at, plain = ChatStreamReader("r1"), [], 0, 0
+    try:
+        while at < len(chunks):
+            if short:
+                before, at = at, reader.feed_plain(chunks, at, deltas)
+                plain += at - before
+            if at < len(chunks):
+                deltas += reader.feed(json.loads(chunks[at]))
+                at += 1
+        reply = reader.reply()
+    except BadChatReply as error:
+        return (str(error), deltas), plain
+    told = {name: getattr(reply, name) for name in reply.__dataclass_fields__}
+    for name in ("prompt_ids", "token_ids", "log_probs"):
+        told[name] = None if told[name] is None else (told[name].dtype.str, told[name].tobytes())
+    return (told, deltas, reader.finish_reason), plain
+
+
+def test_the_short_road_reads_every_stream_as_the_long_one_does():
+    taken = whole = refused = 0
+    for seed in range(6000):
+        chunks = [json.dumps(chunk).encode() for chunk in _chunks(random.Random(seed))]
+        (short, plain), (long, _) = _read(chunks, short=True), _read(chunks, short=False)
+        assert short == long, f"seed {seed}"
+        taken, whole, refused = taken + plain, whole + len(chunks), refused + isinstance(long[0], str)
+    assert taken > 0.25 * whole  # else this compares the long road with itself
+    assert 100 < refused < 3000
+
+
+def test_a_long_reply_takes_the_short_road_from_its_second_piece_on():
+    entry = {"token": "token_id:5", "logprob": -0.25, "bytes": [97], "top_logprobs": []}
+    for name, piece in (("content", "a"), ("reasoning", "a"), ("reasoning_content", "a"), ("tool_calls", None)):
+        call = {"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}
+        begun, more = {name: piece or [call]}, {name: piece or [{"index": 0, "function": {"arguments": "1"}}]}
+        chunks = [_chunk({"role": "assistant", "content": None}), _chunk(begun)]
+        chunks += [_chunk(more, {"token_ids": [5], "logprobs": {"content": [entry]}})] * 50
+        reader, deltas = ChatStreamReader("r1"), []
+        for chunk in chunks[:2]:
+            reader.feed(chunk)
+        assert reader.feed_plain([json.dumps(chunk).encode() for chunk in chunks], 2, deltas) == 52
+        assert len(deltas) == 50
+        reply = reader.reply()
+        assert np.array_equal(reply.token_ids, [5] * 50)
+        assert np.array_equal(reply.log_probs, [-0.25] * 50)
