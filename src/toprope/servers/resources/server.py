@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from toprope.errors.body import error_body, said_by
-from toprope.errors.kinds import Kind, known_kind
+from toprope.errors.body import error_body
+from toprope.errors.kinds import Kind
 from toprope.errors.tree import BadRequest, ConfigError, NotFound, SessionLost, ToolError, TopropeError
 from toprope.http.app import Limits, Route, build_app
-from toprope.http.jsonbody import encode
 from toprope.http.reply import Reply, json_reply, text_reply
 from toprope.http.request import Request
 from toprope.protocol.headers import TOOLS
@@ -35,13 +34,13 @@ from toprope.protocol.sessions import (
     ResourcesSeedSessionRequest,
     ResourcesSeedSessionResponse,
     ResourcesTools,
-    is_handle,
 )
 from toprope.sandbox.desk import SandboxDesk
+from toprope.servers.resources.author import handle_reader, json_reader, names_reader, run_author
 from toprope.servers.resources.credentials import ToolCredentials
 from toprope.servers.resources.environment import Environment
 from toprope.servers.resources.sandboxes import SessionSandboxes
-from toprope.servers.resources.verdict import HANDLE_NEEDED, verify_reply
+from toprope.servers.resources.verdict import verify_reply
 from toprope.servers.session_door import SessionDoor, check_key, close_token, lease_s, working_for
 from toprope.servers.session_table import State
 from toprope.servers.sessions import SeedCall, Session, SessionRegistry, payload_digest
@@ -104,6 +103,7 @@ class ResourcesServer:
         self.name = name
         self.environment = environment
         self.sandboxes = SessionSandboxes(name, environment, sandboxes)
+        self.tools = dict(environment.tools)
         self._ttl_s = session_ttl_s
         self.workers = WorkerThreads(environment.worker_threads, name=f"toprope-{name}")
         self.sessions: SessionRegistry[_Held] = SessionRegistry(
@@ -119,7 +119,7 @@ class ResourcesServer:
             Route("POST", "/close_session", self._close, detached=True),
             Route("POST", "/aggregate_metrics", self._aggregate),
         ]
-        routes += [Route("POST", f"/{tool}", partial(self._tool, spec)) for tool, spec in environment.tools.items()]
+        routes += [Route("POST", f"/{tool}", partial(self._tool, spec)) for tool, spec in self.tools.items()]
         if self._mcp is not None:
             routes.append(Route("POST", "/mcp", self._mcp.handle))
         self.app = build_app(
@@ -190,20 +190,26 @@ class ResourcesServer:
         return json_reply(seeded.answer, headers={TOOLS: seeded.credential}, cookies=cookies)
 
     async def _allocate(self, seed: ResourcesSeedSessionRequest, life_s: float) -> tuple[_Held, _Seeded]:
-        session_id, own = seed.resources_session_id, {}
+        session_id = seed.resources_session_id
+        own: dict[str, Any] = {}
         if self.sandboxes.wanted is not None:
             own["sandbox"] = await self.sandboxes.make(session_id, life_s=life_s)
         state, made = None, False
         try:
             if self.environment.stateful:
-                state = await self._author("seed", Kind.SEED_FAILED, self.environment.seed, seed.task_data, **own)
+                given: partial[dict[str, Any]] = partial(dict, own)
+                state = await self._author("seed", Kind.SEED_FAILED, self.environment.seed, seed.task_data, given=given)
                 made = True
             tools = await self._allowed(state, seed.task_data)
             handle = await self._handle(state)
         except BaseException:
-            if made:
-                await self._give_back(state)
-            await self.sandboxes.stop(session_id)
+            try:
+                if made:
+                    await self._give_back(state)
+            except TopropeError as error:  # what the seed failed of is told, not what came of its clean-up
+                log.warning("%s: session %s, whose seed failed: %s", self.name, session_id, error.message)
+            finally:
+                await self.sandboxes.stop(session_id)
             raise
         credential = self._credentials.issue(session_id)
         answer = ResourcesSeedSessionResponse(
@@ -217,33 +223,16 @@ class ResourcesServer:
     async def _handle(self, state: Any) -> str | None:
         if type(self.environment).env_session_id is Environment.env_session_id:
             return None
-        found = await self._author("env_session_id", Kind.SEED_FAILED, self.environment.env_session_id, state)
-        if found is None:
-            return None
-        if not is_handle(found):
-            raise TopropeError(
-                f"{self.name}: env_session_id gave a {type(found).__name__}"
-                f"{f' of {len(found)} characters' if isinstance(found, str) else ''}; {HANDLE_NEEDED}, or None",
-                kind=Kind.SEED_FAILED,
-                status=500,
-                retryable=False,
-            )
-        return str(found)
+        asked, read = self.environment.env_session_id, handle_reader(self.name)
+        handle: str | None = await self._author("env_session_id", Kind.SEED_FAILED, asked, state, read=read)
+        return handle
 
     async def _allowed(self, state: Any, task: dict[str, Any]) -> frozenset[str] | None:
         if type(self.environment).session_tools is Environment.session_tools:
             return None
-        found = await self._author("session_tools", Kind.SEED_FAILED, self.environment.session_tools, state, task)
-        named = list(found) if isinstance(found, Iterable) and not isinstance(found, str) else [found]
-        wrong = [name for name in named if name not in self.environment.tools]
-        if wrong:
-            raise TopropeError(
-                f"{self.name}: session_tools names {wrong[0]!r}, which is no tool of this environment",
-                kind=Kind.SEED_FAILED,
-                status=500,
-                retryable=False,
-            )
-        return frozenset(named)
+        asked, read = self.environment.session_tools, names_reader(self.name, self.tools)
+        named: frozenset[str] = await self._author("session_tools", Kind.SEED_FAILED, asked, state, task, read=read)
+        return named
 
     async def _close(self, request: Request) -> Reply:
         self._credentials.refuse(request)
@@ -260,7 +249,7 @@ class ResourcesServer:
 
     async def _give_back(self, state: Any) -> None:
         if type(self.environment).release is not Environment.release:
-            await self.workers.call(self.environment.release, state)
+            await self._author("release", Kind.SESSION_RELEASE_FAILED, self.environment.release, state)
 
     # -- tools and verify ----------------------------------------------------------------------------------------
 
@@ -286,31 +275,23 @@ class ResourcesServer:
             if held.tools is not None and spec.name not in held.tools:
                 available = ", ".join(sorted(held.tools)) or "none"
                 raise ToolError(f"no tool named {spec.name!r} in this session; available: {available}", status=404)
-            given = spec.read(arguments)
-            value = await self._author(f"tool {spec.name}", Kind.TOOL_UNAVAILABLE, function, held.state, **given)
-        if isinstance(value, str):
-            return value
-        try:
-            return encode(value)
-        except Exception as error:  # no kind of JSON, a cycle, NaN: the author's, and told as what the tool raises is
-            raise TopropeError(
-                f"{self.name}: tool {spec.name}: it returned a {type(value).__name__} that JSON cannot carry: "
-                f"{said_by(error)}",
-                kind=Kind.TOOL_UNAVAILABLE,
-                status=500,
-                retryable=True,
-            ) from error
+            what, given = f"tool {spec.name}", partial(spec.read, arguments)
+            read = json_reader(self.name, what, Kind.TOOL_UNAVAILABLE, text=True)
+            said: bytes | str = await self._author(
+                what, Kind.TOOL_UNAVAILABLE, function, held.state, given=given, read=read
+            )
+        return said
 
     def _tools_of(self, request: Request) -> Mapping[str, ToolSpec]:
         """The tools that the request's session may call. Raises what is wrong with the session."""
         session_id = self._session_id(request)
         if session_id is None:
-            return self.environment.tools
+            return self.tools
         rollout = request.rollout
         held = self.sessions.open_session(session_id, key=rollout.key if rollout else None).value
         if held is None or held.tools is None:
-            return self.environment.tools
-        return {name: spec for name, spec in self.environment.tools.items() if name in held.tools}
+            return self.tools
+        return {name: spec for name, spec in self.tools.items() if name in held.tools}
 
     async def _verify(self, request: Request) -> Reply:
         self._credentials.refuse(request)
@@ -321,10 +302,10 @@ class ResourcesServer:
         task = {name: value for name, value in body.items() if name not in _OWN_VERIFY_FIELDS}
         async with AsyncExitStack() as stack:
             held = await self._enter(stack, request, alone=True, authorised=True)
-            verdict = await self._author(
-                "verify", Kind.VERIFY_FAILED, self.environment.verify, held.state, task, body["response"]
+            read = partial(verify_reply, self.name, body, extended=request.speaks_protocol)
+            reply = await self._author(
+                "verify", Kind.VERIFY_FAILED, self.environment.verify, held.state, task, body["response"], read=read
             )
-        reply = verify_reply(self.name, body, verdict, extended=request.speaks_protocol)
         return Reply(200, reply, {"content-type": "application/json"})
 
     async def _aggregate(self, request: Request) -> Reply:
@@ -332,7 +313,10 @@ class ResourcesServer:
         aggregate = getattr(self.environment, "aggregate_metrics", None)
         if aggregate is None:
             raise NotFound(f"{self.name}: this environment aggregates no metrics of its own")
-        return json_reply(await self._author("aggregate_metrics", Kind.INTERNAL, aggregate, await request.json()))
+        read = json_reader(self.name, "aggregate_metrics", Kind.INTERNAL)
+        asked = await request.json()
+        found = await self._author("aggregate_metrics", Kind.INTERNAL, aggregate, asked, read=read)
+        return Reply(200, found, {"content-type": "application/json"})
 
     def _session_id(self, request: Request) -> str | None:
         """The session that the request names; None only where the environment keeps no state."""
@@ -361,13 +345,6 @@ class ResourcesServer:
         held: _Held | None = session.value
         return held or _NOTHING
 
-    async def _author(self, what: str, kind: Kind, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run the author's code. What it raises that is no error of ours keeps its type and text."""
-        try:
-            return await self.workers.call(function, *args, **kwargs)
-        except TopropeError as error:
-            error.kind = known_kind(error.kind, self.name)  # an author's own kind carries the server's name
-            raise
-        except Exception as error:  # the author's own: told to the caller, who decides whether to try again
-            message = f"{self.name}: {what}: {said_by(error)}"
-            raise TopropeError(message, kind=kind, status=500, retryable=True) from error
+    async def _author(self, what: str, kind: Kind, function: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """As `run_author`, in this server's threads."""
+        return await run_author(self.workers, self.name, what, kind, function, *args, **more)
