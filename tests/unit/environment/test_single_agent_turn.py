@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from toprope.errors.kinds import is_kind
+from toprope.errors.tree import TopropeError
 from toprope.protocol.episode import RESERVED_TASK_DATA
 from toprope.servers.environment.single_agent_turn import SingleAgentTurn
 
@@ -115,6 +116,89 @@ async def test_a_protocol_that_ends_the_process_ends_its_episode_only(make_house
     failure = await house.failure()
     assert (failure["failure_kind"], failure["terminal"]) == ("internal", True)
     assert "SystemExit: 3" in failure["failure_reason"]
+
+
+class Silent(dict[str, Any]):
+    """A result that ends the process when it is asked."""
+
+    def get(self, *_: Any) -> Any:
+        sys.exit(3)
+
+    def items(self) -> Any:
+        sys.exit(3)
+
+
+class Odd(SingleAgentTurn):
+    """A protocol of somebody's own that reads, and gives, what its test wants."""
+
+    def __init__(self, read: Any = None, run: Any = None) -> None:
+        self._read, self._run = read, run
+
+    def read(self, task_input: Any) -> Any:
+        return super().read(task_input) if self._read is None else self._read()
+
+    async def run(self, episode: Any, given: Any) -> Any:
+        result = await super().run(episode, given)
+        return result if self._run is None else self._run(result)
+
+
+def _refuse(**said: Any) -> Any:
+    raise TopropeError(said.pop("message", "no"), **said)
+
+
+@pytest.mark.promise("EP-9")
+@pytest.mark.parametrize(
+    ("run", "kind", "said"),
+    [
+        (lambda _: Silent(reward=1.0), "internal", "SystemExit: 3"),
+        (lambda _: None, "internal", "NoneType"),
+        (lambda result: {**result, "thing": object()}, "internal", "object"),
+        (lambda result: {**result, "thing": Silent()}, None, ""),
+        (lambda _: _refuse(kind=7), "episode:7", "no"),
+        (lambda _: _refuse(message=7), "internal", "7"),
+    ],
+)
+@pytest.mark.parametrize("speaks", [True, False])
+async def test_a_protocol_whose_result_is_code_costs_its_episode_only(
+    make_house: Any, run: Any, kind: str | None, said: str, speaks: bool
+) -> None:
+    house: House = await make_house(protocol=Odd(run=run))
+    house.speaks = speaks
+    if kind is None:
+        assert (await house.result())["thing"] == {}
+    else:
+        failure = await house.failure()
+        assert (failure["failure_kind"], failure["terminal"]) == (kind, True)
+        assert said in failure["failure_reason"]
+    assert house.steps == ORDER
+
+
+@pytest.mark.promise("EP-9")
+@pytest.mark.parametrize(
+    ("read", "status", "said"),
+    [(lambda: sys.exit(3), 500, "SystemExit: 3"), (lambda: _refuse(message=7, status=422), 422, "7")],
+)
+async def test_a_protocol_that_ends_the_process_while_it_reads_a_task_costs_its_request_only(
+    make_house: Any, read: Any, status: int, said: str
+) -> None:
+    house: House = await make_house(protocol=Odd(read=read))
+    reply = await house.run()
+    assert (reply.status, reply.error_info().kind) == (status, "internal")
+    assert said in reply.error_info().message
+    assert house.steps == []
+
+
+@pytest.mark.promise("EP-9")
+@pytest.mark.parametrize("late", [True, False])
+async def test_a_listener_that_ends_the_process_costs_its_report_only(make_house: Any, late: bool) -> None:
+    def leave(report: Any) -> Any:
+        sys.exit(3)
+
+    async def leave_later(report: Any) -> Any:
+        sys.exit(3)
+
+    house: House = await make_house(on_session=leave_later if late else leave)
+    assert (await house.result())["reward"] == 0.5
 
 
 @pytest.mark.promise("EP-13")
@@ -547,6 +631,24 @@ async def test_a_handle_that_nobody_could_look_for_is_left_out_and_costs_nothing
     assert "env_session_id" not in await house.result()
     assert [report.env_session_id for report in told] == [None, None]
     assert "no short printable text" in caplog.text
+
+
+@pytest.mark.promise("ID-6")
+@pytest.mark.parametrize("handle", [7, "", "x" * 513, "a\nb", {"id": "box"}, [], True])
+@pytest.mark.parametrize("field", ["env_session_id", "seed_env_session_id"])
+async def test_a_verifiers_handle_that_nobody_could_look_for_is_left_out_too(
+    house: House, field: str, handle: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    house.resources.acts["/verify"] = answer(200, {"reward": 1.0, field: handle})
+    result = await house.result()
+    assert (result["reward"], field in result) == (1.0, False)
+    assert f"verify's {field} is no short printable text" in caplog.text
+
+    async def seed(seen: Any) -> Any:
+        return 200, {"resources_session_id": seen.body["resources_session_id"], "env_session_id": "box-1"}, {}
+
+    house.resources.acts["/seed_session"] = seed
+    assert (await house.result())["env_session_id"] == "box-1"
 
 
 @pytest.mark.promise("EP-18")

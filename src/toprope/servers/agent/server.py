@@ -10,7 +10,7 @@ the agent does.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from toprope.errors.kinds import Kind
 from toprope.errors.tree import BadRequest, TopropeError
 from toprope.http.app import Limits, Route, build_app
 from toprope.http.client import Client, Peer
-from toprope.http.jsonbody import encode
+from toprope.http.jsonbody import decode_any, encode
 from toprope.http.reply import Reply, json_reply
 from toprope.http.request import Request
 from toprope.protocol.grants import Stdio
@@ -31,6 +31,7 @@ from toprope.protocol.headers import ACTIVATION, SHOULD_RETRY
 from toprope.protocol.sessions import (
     AgentCloseSessionRequest,
     AgentCloseSessionResponse,
+    AgentObservations,
     AgentSeedSessionRequest,
     AgentSeedSessionResponse,
 )
@@ -38,6 +39,7 @@ from toprope.sandbox.desk import SandboxDesk
 from toprope.servers.agent.activations import Activations
 from toprope.servers.agent.agent import Activation, Agent, ModelAccess, Observations
 from toprope.servers.agent.sandboxes import AgentSandboxes, SessionSandbox
+from toprope.servers.authored import plain_error, text_of
 from toprope.servers.session_door import SessionDoor, check_key, close_token, lease_s, working_for
 from toprope.servers.sessions import SeedCall, Session, SessionRegistry, payload_digest
 from toprope.tools.access import ToolAccess
@@ -178,13 +180,14 @@ class AgentServer:
             await state.sandbox.end()
         had: dict[str, Any] | None = None
         try:
-            had = None if partial is None else partial()
-            encode(had)
-        except BaseException as error:  # an agent's own code: what it cannot say must not keep its session open
-            had = None
+            had = None if partial is None else await contained(_plain(partial))
+        except Exception as error:  # an agent's own code: what it cannot say must not keep its session open
             state.observations.gap(f"the partial response could not be had: {said_by(error)}")
         return AgentCloseSessionResponse(
-            session.session_id, state.observations.snapshot(), state.tools.resources_cookies, partial_response=had
+            session.session_id,
+            await _told(state.observations.snapshot()),
+            state.tools.resources_cookies,
+            partial_response=had,
         )
 
     # -- activations ---------------------------------------------------------------------------------------------
@@ -213,9 +216,10 @@ class AgentServer:
             return reply
 
     async def _activate(self, state: AgentState, body: dict[str, Any], extended: bool, number: int) -> Reply:
+        model = self._model_access()
         activation = Activation(
             body,
-            self._model_access(),
+            model,
             state.tools,
             state.observations,
             number,
@@ -230,10 +234,9 @@ class AgentServer:
         try:
             if state.tools.speaks_mcp:
                 activation.request = {**body, "tools": state.tools.offered(body.get("tools") or [])}
-            response = await contained(self.agent.respond(activation))
-            record["status"] = str(response.get("status", "completed"))
+            record["status"], reply = await contained(self._answered(activation))
             state.ended = True
-            return json_reply(response)
+            return reply
         except Exception as error:  # the outcome of the activation: kept, and answered again to its retries
             failure = self._failure(error)
             record["status"], record["error"] = "failed", str(failure.kind)
@@ -241,7 +244,15 @@ class AgentServer:
             # stands in the body.
             return json_reply(error_body(failure), failure.status, headers={SHOULD_RETRY: "false"})
         finally:
-            record["model_calls"] = activation.model.calls
+            record["model_calls"] = model.calls
+
+    async def _answered(self, activation: Activation) -> tuple[str, Reply]:
+        """The agent's answer, its status first. Its response, and what it raises, may be code: run it contained."""
+        try:
+            response = await self.agent.respond(activation)
+            return text_of(response.get("status", "completed")), json_reply(response)
+        except TopropeError as error:
+            raise plain_error(error, self.name)  # noqa: B904  # it is that error, or has it as its cause
 
     async def _respond_alone(self, request: Request, body: dict[str, Any]) -> Reply:
         if not self._allow_sessionless:
@@ -261,7 +272,7 @@ class AgentServer:
             sandbox=None if sandbox is None else sandbox.handle,
         )
         try:
-            return json_reply(await contained(self.agent.respond(activation)))
+            return (await contained(self._answered(activation)))[1]
         except Exception as error:  # as for an activation of a session
             raise self._failure(error) from error
         finally:
@@ -290,6 +301,28 @@ def _restated(error: TopropeError) -> TopropeError:
         delivery=error.delivery,
         upstream_status=error.upstream_status or error.status,
     )
+
+
+async def _plain(give: Callable[[], Any]) -> Any:
+    """What `give` gives, as plain values. Runs an agent's code: await it contained."""
+    return decode_any(encode(give()))
+
+
+async def _told(seen: AgentObservations) -> AgentObservations:
+    """`seen` as plain values. An agent may add what cannot be written: then that is a gap, and the rest is told."""
+    records: list[dict[str, Any]] = []
+    gaps: list[str] = []
+    for record in seen.records:
+        try:
+            records.append(await contained(_plain(partial(dict, record))))
+        except Exception as error:  # as for the partial response
+            gaps.append(f"a record of what the agent did could not be written: {said_by(error)}")
+    for gap in seen.gaps:
+        try:
+            gaps.append(text_of(await contained(_plain(partial(text_of, gap)))))
+        except Exception as error:
+            gaps.append(f"a gap could not be told: {said_by(error)}")
+    return AgentObservations(seen.source, records, gaps)
 
 
 def _quiesce(session: Session[AgentState]) -> None:

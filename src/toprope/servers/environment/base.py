@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -24,10 +25,14 @@ from toprope.http.reply import Reply, json_reply
 from toprope.http.request import Request
 from toprope.protocol.episode import RunReply, RunRequest
 from toprope.protocol.grants import Grant
+from toprope.protocol.sessions import is_handle
+from toprope.servers.authored import plain_error
 from toprope.servers.environment.episode import Episode, OnSession, Plan, Timeouts
 from toprope.servers.environment.judging import failure_of
 from toprope.servers.environment.participant import SessionReport
 from toprope.tools.workers import contained
+
+log = logging.getLogger("toprope.episode")
 
 TOOL_KINDS = ("direct_http", "mcp")
 KEPT_REPORTS = 10_000
@@ -146,7 +151,7 @@ class EnvironmentServer:
 
     async def _run(self, request: Request) -> Reply:
         asked = await request.decode(RunRequest)
-        given = self.protocol.read(asked.task.task_input)
+        given = await contained(self._read(asked))
         key = asked.episode_id.key
         if request.rollout is not None and request.rollout.key != key:
             raise Conflict(f"/run: the path names rollout {request.rollout.key}, the body {key}")
@@ -158,7 +163,17 @@ class EnvironmentServer:
                 outcome = await self._admitted(asked, given)
         finally:
             self._in_flight.discard(key)
-        return json_reply(outcome if request.speaks_protocol else _for_stranger(outcome))
+        try:
+            return await contained(_reply(outcome, request.speaks_protocol))
+        except Exception as error:  # a protocol of somebody's own gave what JSON cannot carry
+            failure = failure_of(error, Stage.VERIFICATION)
+            return await _reply(RunReply(outcome.episode_id, outcome.task_id, None, failure), request.speaks_protocol)
+
+    async def _read(self, asked: RunRequest) -> Any:
+        try:
+            return self.protocol.read(asked.task.task_input)
+        except TopropeError as error:
+            raise plain_error(error, self.name)  # noqa: B904  # it is that error, or has it as its cause
 
     async def _admitted(self, asked: RunRequest, given: Any) -> RunReply:
         try:
@@ -173,7 +188,7 @@ class EnvironmentServer:
         result: dict[str, Any] | None = None
         failure = None
         try:
-            result = await contained(self.protocol.run(episode, given))
+            result = await contained(self._result(episode, given))
         except Exception as error:  # every error of an episode is its outcome, and data
             failure = episode.failure(error)
         finally:
@@ -181,7 +196,14 @@ class EnvironmentServer:
         if failure is not None:
             return RunReply(asked.episode_id, asked.task.task_id, None, episode.annotated(failure))
         assert result is not None
-        return RunReply(asked.episode_id, asked.task.task_id, _with_handle(result, episode.env_session_id), None)
+        return RunReply(asked.episode_id, asked.task.task_id, result, None)
+
+    async def _result(self, episode: Episode, given: Any) -> dict[str, Any]:
+        """The protocol's result with the handle on it. It, and what is raised, may be code: run it contained."""
+        try:
+            return _with_handle(await self.protocol.run(episode, given), episode)
+        except TopropeError as error:
+            raise plain_error(error, self.name)  # noqa: B904  # it is that error, or has it as its cause
 
     @asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:
@@ -246,14 +268,23 @@ class _QueueFull(TopropeError):
     retryable = True
 
 
-def _with_handle(result: dict[str, Any], seeded: str | None) -> dict[str, Any]:
+def _with_handle(result: dict[str, Any], episode: Episode) -> dict[str, Any]:
     """The provider's handle on the result: verify's own wins, and where they differ the seed's stands beside it."""
+    for field in ("env_session_id", "seed_env_session_id"):
+        if result.get(field) is not None and not is_handle(result[field]):
+            key = episode.episode_id.key
+            log.warning("rollout %s: verify's %s is no short printable text; left out", key, field)
+            result = {name: value for name, value in result.items() if name != field}
+    seeded, verified = episode.env_session_id, result.get("env_session_id")
     if seeded is None:
         return result
-    verified = result.get("env_session_id")
     if verified is None:
         return {**result, "env_session_id": seeded}
     return result if verified == seeded else {**result, "seed_env_session_id": seeded}
+
+
+async def _reply(outcome: RunReply, extended: bool) -> Reply:
+    return json_reply(outcome if extended else _for_stranger(outcome))
 
 
 def _for_stranger(outcome: RunReply) -> RunReply:

@@ -27,6 +27,7 @@ from toprope.protocol.sessions import is_handle
 from toprope.servers.environment.flat import FlatResources
 from toprope.servers.environment.judging import failure_of
 from toprope.servers.environment.participant import AGENT, RESOURCES, Door, Participant, SessionReport, with_session
+from toprope.tools.workers import contained
 
 log = logging.getLogger("toprope.episode")
 
@@ -189,10 +190,15 @@ class Episode:
     async def _tell(self, listener: OnSession | None, participant: Participant, handle: str | None) -> None:
         if listener is None:
             return
-        try:
-            told = listener(SessionReport(self.episode_id, participant.door.role, participant.session_id, handle))
+        report = SessionReport(self.episode_id, participant.door.role, participant.session_id, handle)
+
+        async def tell() -> None:
+            told = listener(report)
             if inspect.isawaitable(told):
                 await told
+
+        try:
+            await contained(tell())
         except Exception:  # a diagnostic must not cost the episode
             log.exception("rollout %s: the session report could not be delivered", self.episode_id.key)
 
