@@ -11,9 +11,12 @@ Left to others: the bytes (`wire.sse`) and what an error event means (engines).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from toprope.dialects.chat_history import argument_text
 from toprope.dialects.chat_stream_items import GrowingCall, GrowingPiece, GrowingText, given_id
@@ -143,17 +146,34 @@ class ChatStreamReader:
 
     def result(self) -> dict[str, Any]:
         """The completion so far, shaped like a plain reply. Raises `BadChatReply` if no choice came at all."""
+        return self._completion({kind: [_entry(each) for each in told] for kind, told in self._logprobs.items()})
+
+    def _completion(self, logprobs: dict[str, list[Any]]) -> dict[str, Any]:
         if not self._begun:
             raise BadChatReply("the stream ended before its first choice")
         choice: dict[str, Any] = {"index": 0, "message": self._whole_message(), **self._choice, **self._lists}
-        if self._logprobs:
-            choice["logprobs"] = {kind: [_entry(each) for each in told] for kind, told in self._logprobs.items()}
+        if logprobs:
+            choice["logprobs"] = logprobs
         return {**self._top, "object": "chat.completion", "choices": [choice]}
 
     def reply(self, *, keep_logprobs: bool = False) -> ChatReply:
         """The completion as a plain reply is read, with the order in which it was said, and with a fault where chunks
         contradict one another. Raises as `result`."""
-        return read_chat_object(self.result(), keep_logprobs=keep_logprobs, order=self._order(), fault=self._fault)
+        order = self._order()
+        log_probs = None if keep_logprobs else self._log_probs()
+        if log_probs is not None:  # numbers already: what else there is to judge is judged without them
+            reply = read_chat_object(self._completion({"content": []}), order=order, fault=self._fault)
+            if reply.token_ids is not None and reply.log_probs is not None and not len(reply.log_probs):
+                return replace(reply, log_probs=log_probs)
+        return read_chat_object(self.result(), keep_logprobs=keep_logprobs, order=order, fault=self._fault)
+
+    def _log_probs(self) -> NDArray[np.float64] | None:
+        """The logprob of every token, None where not each of them is a number."""
+        values = [
+            entry.logprob if type(entry) is TokenLogprob else entry.get("logprob") if isinstance(entry, dict) else None
+            for entry in self._logprobs.get("content", ())
+        ]
+        return np.array(values, dtype=np.float64) if set(map(type, values)) == {float} else None
 
     def _order(self) -> tuple[Said, ...]:
         ranks = [_RANK[each.kind] for each in self._line]

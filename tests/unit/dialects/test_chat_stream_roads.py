@@ -81,10 +81,11 @@ def _read(chunks: list[bytes], *, short: bool) -> tuple[object, int]:
             if at < len(chunks):
                 deltas += reader.feed(json.loads(chunks[at]))
                 at += 1
-        reply = reader.reply()
+        reply = reader.reply(keep_logprobs=not short)  # one that keeps them is judged whole
     except BadChatReply as error:
         return (str(error), deltas), plain
     told = {name: getattr(reply, name) for name in reply.__dataclass_fields__}
+    del told["logprobs"]
     for name in ("prompt_ids", "token_ids", "log_probs"):
         told[name] = None if told[name] is None else (told[name].dtype.str, told[name].tobytes())
     return (told, deltas, reader.finish_reason), plain
