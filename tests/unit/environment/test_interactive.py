@@ -235,6 +235,8 @@ async def test_a_turn_that_is_incomplete_ends_the_conversation_and_the_verifier_
         (ScriptedReply(fault=ScriptedFault(503, "no room")), "no room"),
         (ScriptedReply(fault=ScriptedFault(400, "9000 tokens", "model_context_length")), "9000 tokens"),
         (ScriptedReply(text=" "), "said nothing"),
+        (ScriptedReply(text="I want a se", finish_reason="length"), "its reply was cut"),
+        (ScriptedReply(text="bye ###STOP###", finish_reason="length"), "its reply was cut"),
     ],
 )
 async def test_a_user_model_that_fails_is_a_retryable_failure_and_never_text_for_the_agent(

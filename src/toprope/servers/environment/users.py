@@ -26,7 +26,7 @@ the assistant's. When the user has what they came for, or gives up, write {stop}
 {instructions}"""
 BEGIN = "(The conversation begins. Write the user's first message.)"
 MAX_SAID_CHARS = 64 * 1024
-"""Of what a model that plays the user says in one turn; `max_output_tokens` among its sampling bounds it before."""
+"""Of what a model that plays the user says in one turn. A reply that its `max_output_tokens` cut is none."""
 SILENCE = "(The assistant said nothing.)"
 
 
@@ -103,9 +103,11 @@ class ModelUser:
             raise self._failed(why, Delivery.POSSIBLY_DELIVERED) from late
         except TopropeError as error:
             raise self._failed(error.message, error.delivery, error.upstream_status) from error
-        text = text_of(response["output"])
-        if response.get("status") == "failed" or not text.strip():
-            raise self._failed(f"it said nothing (status {response.get('status')})", Delivery.DELIVERED)
+        text, status = text_of(response["output"]), response.get("status")
+        if status in ("failed", "incomplete"):  # half a sentence is not what the user says, nor is it the end
+            raise self._failed(f"its reply was cut or failed (status {status})", Delivery.DELIVERED)
+        if not text.strip():
+            raise self._failed(f"it said nothing (status {status})", Delivery.DELIVERED)
         words, stopped, _ = text.partition(self.stop)
         if stopped:
             return Utterance(_bounded(words.strip()) or None, done=True)
