@@ -39,11 +39,11 @@ class TurnStream:
         self._finish = finish
         self._turns = turns
         self._keep_alive_s = keep_alive_s
-        self._changed = asyncio.Event()
+        self._news: asyncio.Future[bool] | None = None  # what `_wait` waits for; True: there is something new
         self._head = b""
         self._opened = self._said = self._finished = self._sent = False
-        turn.wake = self._changed.set
-        self._task.add_done_callback(lambda _: self._changed.set())
+        turn.wake = self._wake
+        self._task.add_done_callback(lambda _: self._wake())
 
     async def ready(self) -> None:
         """On return there is something to say. Raises what the turn raised where nothing was sampled before it.
@@ -99,14 +99,21 @@ class TurnStream:
 
     async def _wait(self) -> bool:
         """Whether there is something new, or the turn is done; False after a long silence."""
+        loop = asyncio.get_running_loop()
         while not self._turn.deltas and not self._task.done():
-            self._changed.clear()
+            news = self._news = loop.create_future()
+            silence = loop.call_later(self._keep_alive_s, self._wake, False)
             try:
-                async with asyncio.timeout(self._keep_alive_s):
-                    await self._changed.wait()
-            except TimeoutError:
-                return False
+                if not await news:
+                    return False
+            finally:
+                silence.cancel()
+                self._news = None
         return True
+
+    def _wake(self, told: bool = True) -> None:
+        if self._news is not None and not self._news.done():
+            self._news.set_result(told)
 
     def _made(self) -> EngineReply:
         if self._task.cancelled():
