@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mcp.shared.exceptions import MCPError
 from toprope.correlation.context import rollout_context
 from toprope.http.reply import Reply
 from toprope.protocol.grants import McpGrant, StreamableHttp
+from toprope.servers.environment.participant import SessionReport
 
 from .grants_house import House, call, house, outputs, say, server_process
 
@@ -287,6 +289,55 @@ async def test_a_credential_opens_one_session_only_and_names_none() -> None:
             session.session_id: session.value.state["n"] for session in home.resources.sessions._sessions.values()
         }
         assert states == {"s-one": 0, "s-two": 0}
+
+
+def texts(value: Any) -> set[str]:
+    """Every text in `value`, names of fields too."""
+    if isinstance(value, dict):
+        return set().union(*map(texts, value), *map(texts, value.values()))
+    if isinstance(value, list):
+        return set().union(*map(texts, value))
+    return {value} if isinstance(value, str) else set()
+
+
+@pytest.mark.promise("EP-19")
+@pytest.mark.parametrize("over", OVER)
+async def test_nothing_that_a_caller_is_told_of_sessions_opens_one(over: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    told: list[SessionReport] = []
+    options: dict[str, Any] = {"on_session": told.append, "tools": ["direct_http"]}
+    async with house([call("wait")], [say("never said")], over=over, **options) as home:
+        running = asyncio.create_task(home.episode_of("r.0-0", tools=named("direct_http", "wait")))
+        while home.environment.waiting == 0:  # noqa: ASYNC110  # no event says that the tool was entered
+            await asyncio.sleep(0.001)
+        anybody = home.client.peer(str(home.run.origin), None)
+        listed = (await anybody.request("GET", "/sessions")).json()
+        assert [entry["participant"] for entry in listed["sessions"]] == ["resources", "agent"]
+        assert [entry["session_id"] for entry in listed["sessions"]] == [report.session_id for report in told]
+        assert len({report.session_id for report in told}) == 2
+        (open_here,) = home.resources.sessions._sessions
+        (open_there,) = home.agent.sessions._sessions
+        known = texts(listed) | {report.session_id for report in told} | set(re.findall(r"[\w.:-]+", caplog.text))
+        assert not {open_here, open_there} & known
+        for name in sorted(known):
+            headers = {"x-toprope-session": name, TOOLS: name}
+            for more in ({"x-toprope-session": name}, {TOOLS: name}, headers):
+                tool = await home.client.peer(str(home.books.origin), None).request(
+                    "POST", "/add", body={"n": 1}, headers=more
+                )
+                assert (tool.status, tool.error_info().kind) == (404, "session_lost"), name
+            agent = home.client.peer(str(home.episode._plan.agent.origin), None)
+            asked = await agent.request("POST", "/v1/responses", body={"input": "x"}, headers=headers)
+            assert (asked.status, asked.error_info().kind) == (404, "session_lost"), name
+        assert home.resources.sessions._sessions[open_here].value.state["n"] == 0
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        again: list[Any] = []
+        while not (again and all(entry["closed"] for entry in again)):  # nothing tells when the clean-up has ended
+            await asyncio.sleep(0.001)
+            again = (await anybody.request("GET", "/sessions")).json()["sessions"]
+        names = [entry["session_id"] for entry in again]
+        assert names == [report.session_id for report in told], "so that an open can be matched with its close"
 
 
 @pytest.mark.promise("EP-19")

@@ -2,7 +2,8 @@
 
 A server of ours in this process tells its sessions as they are seeded; one elsewhere is asked with `GET /sessions`. So
 that an orphaned container can be traced to the aborted rollout it belonged to, also when the reply was lost or the call
-was cancelled. A diagnostic: it costs the run at most `ASK_S`, and never a row.
+was cancelled. Both tell a session by its name (`session_name`) and not by its id, with which its tools can be called.
+A diagnostic: it costs the run at most `ASK_S`, and never a row.
 """
 
 from __future__ import annotations

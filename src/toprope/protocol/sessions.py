@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, Literal
 
 import msgspec
@@ -18,6 +19,14 @@ MAX_HANDLE = 512
 def is_handle(value: object) -> bool:
     """Whether `value` can name what an episode uses: a printable text that people read and search for, not too long."""
     return isinstance(value, str) and 0 < len(value) <= MAX_HANDLE and value.isprintable()
+
+
+def session_name(session_id: str) -> str:
+    """What a session is called where others may read it: always the same, and of no use to who wants its tools.
+
+    The id itself names the session in a call, so that whoever knows it can call tools; it stands in no listing.
+    """
+    return f"sha256:{hashlib.sha256(session_id.encode('utf-8', 'surrogatepass')).hexdigest()[:32]}"
 
 
 class ResourcesSeedSessionRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ import pytest
 from toprope.errors.kinds import is_kind
 from toprope.errors.tree import TopropeError
 from toprope.protocol.episode import RESERVED_TASK_DATA
+from toprope.protocol.sessions import session_name
 from toprope.servers.environment.single_agent_turn import SingleAgentTurn
 
 from .conftest import EPISODE, KEY, PARAMS, RESPONSE, TASK, TASK_ID, House, answer, cut, error, hang
@@ -573,6 +574,10 @@ async def test_no_log_line_and_no_failure_holds_a_close_token(house: House, capl
     tokens = {seen.headers["x-toprope-close-token"] for seen in house.log if "x-toprope-close-token" in seen.headers}
     assert len(tokens) == 2
     assert "may be left open" in caplog.text
+    for seen in house.log[:2]:
+        (session_id,) = (value for name, value in seen.body.items() if name.endswith("_session_id"))
+        assert session_id not in caplog.text, "with it the session's tools could be called"
+        assert session_name(session_id) in caplog.text
     assert not any(token in caplog.text or token in str(failure) for token in tokens)
 
 
@@ -582,8 +587,8 @@ async def test_each_answered_close_is_told_and_a_lost_one_is_not(make_house: Any
     await house.result()
     assert [report.participant for report in told] == ["agent", "resources"]
     assert {report.session_id for report in told} == {
-        house.log[0].body["resources_session_id"],
-        house.log[1].body["agent_session_id"],
+        session_name(house.log[0].body["resources_session_id"]),
+        session_name(house.log[1].body["agent_session_id"]),
     }
     told.clear()
     house.resources.acts["/close_session"] = answer(500, b"no")
@@ -613,7 +618,12 @@ async def test_the_provider_handle_is_told_at_once_and_stands_on_result_and_fail
     house.resources.acts["/verify"] = answer(500, b"")
     assert (await house.failure())["env_session_id"] == "box-1"
     listed = await house.client.peer("inline://episode", "environment").request("GET", "/sessions?since=1")
-    assert [entry["number"] for entry in listed.json()["sessions"]] == [2, 3, 4, 5, 6]
+    entries = listed.json()["sessions"]
+    assert [entry["number"] for entry in entries] == [2, 3, 4, 5, 6]
+    assert all(
+        set(entry) <= {"number", "episode_id", "participant", "session_id", "env_session_id", "closed"}
+        for entry in entries
+    )
 
 
 @pytest.mark.promise("ID-6")

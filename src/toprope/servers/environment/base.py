@@ -243,6 +243,7 @@ class EnvironmentServer:
                 await told
 
     async def _sessions(self, request: Request) -> Reply:
+        """The latest reports, by name: no caller learns an id here, with which it could call another's tools."""
         since = request.query.get("since", "0")
         after = int(since) if since.isascii() and since.isdigit() else 0
         kept = [

@@ -190,7 +190,7 @@ class Episode:
     async def _tell(self, listener: OnSession | None, participant: Participant, handle: str | None) -> None:
         if listener is None:
             return
-        report = SessionReport(self.episode_id, participant.door.role, participant.session_id, handle)
+        report = SessionReport(self.episode_id, participant.door.role, participant.session_name, handle)
 
         async def tell() -> None:
             told = listener(report)

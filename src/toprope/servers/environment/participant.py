@@ -24,6 +24,7 @@ from toprope.http.reply import Reply
 from toprope.protocol.episode import Failure
 from toprope.protocol.headers import ACTIVATION, CLOSE_TOKEN, LEASE, PROTOCOL, SESSION, TOOLS
 from toprope.protocol.ids import EpisodeId
+from toprope.protocol.sessions import session_name
 from toprope.servers.environment.judging import accepted, bad_reply, read_object
 
 log = logging.getLogger("toprope.episode")
@@ -33,7 +34,10 @@ ParticipantRole = Literal["resources", "agent"]
 
 @dataclass(frozen=True, slots=True)
 class SessionReport:
-    """One seed reply, told at once: whose session it is, and the provider's own handle where one was given."""
+    """One seed reply, told at once: whose session it is, and the provider's own handle where one was given.
+
+    `session_id` is its `session_name`: reports are listed, and written to files, for whoever may read them.
+    """
 
     episode_id: EpisodeId
     participant: ParticipantRole
@@ -141,10 +145,15 @@ class Participant:
                 "rollout %s: %s session %s may be left open: %s",
                 self._key,
                 self.door.role,
-                self.session_id,
+                self.session_name,
                 self.close_failure,
             )
             return None
+
+    @property
+    def session_name(self) -> str:
+        """What the session is called in reports and logs."""
+        return session_name(self.session_id)
 
     @property
     def _key(self) -> str:

@@ -137,7 +137,7 @@ async def _close_agent(episode: Episode, opened: Opened, late: DeadlinePassed | 
         carried_cookies = any(isinstance(grant, DirectHttpGrant) and grant.cookies for grant in opened.grants)
         if late is None and episode.plan.close_reply_optional and not carried_cookies:
             key = episode.episode_id.key
-            log.warning("rollout %s: agent session %s may be left open: %s", key, agent.session_id, text)
+            log.warning("rollout %s: agent session %s may be left open: %s", key, agent.session_name, text)
             agent.owes_close = False
             return {"agent_observations": {"source": "none", "records": [], "gaps": [f"close failed: {text}"]}}
         if late is not None:
