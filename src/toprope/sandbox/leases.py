@@ -249,19 +249,9 @@ class LeaseDirectory:
         failure: Exception | None = None
         with self._lock.held():
             for path in sorted(self.path.iterdir()):
-                if not _ID.fullmatch(path.name):
-                    if path.name.endswith(".new") and time.time() - path.lstat().st_mtime > _FORGOTTEN_S:
-                        remove_tree(path)
-                    continue
                 try:
-                    lease = msgspec.json.decode((path / "lease.json").read_bytes(), type=Lease)
-                    if lease.kind != kind or not (lease.over() or (path / "ended").exists()):
-                        continue
-                    self.release(LeaseHome(path, lease), free)
-                    reaped.append(path.name)
-                except FileNotFoundError:
-                    if time.time() - _age_mark(path) > _FORGOTTEN_S:
-                        remove_tree(path)
+                    if self._reap_one(path, kind, free):
+                        reaped.append(path.name)
                 except (OSError, msgspec.DecodeError) as error:
                     failure = failure or SandboxUnavailable(f"sandbox lease {path}: it cannot be ended: {error}")
                 except Exception as error:  # kept and raised below; the others are still to be reaped
@@ -269,6 +259,23 @@ class LeaseDirectory:
         if failure is not None:
             raise failure
         return tuple(reaped)
+
+    def _reap_one(self, path: Path, kind: str, free: Callable[[Lease], None]) -> bool:
+        """Whether a sandbox of `kind` was ended at `path`. What was forgotten in the making is removed, of any kind."""
+        if not _ID.fullmatch(path.name):
+            if path.name.endswith(".new") and time.time() - _age_mark(path) > _FORGOTTEN_S:
+                remove_tree(path)
+            return False
+        try:
+            lease = msgspec.json.decode((path / "lease.json").read_bytes(), type=Lease)
+            if lease.kind != kind or not (lease.over() or (path / "ended").exists()):
+                return False
+            self.release(LeaseHome(path, lease), free)
+        except FileNotFoundError:
+            if time.time() - _age_mark(path) > _FORGOTTEN_S:
+                remove_tree(path)
+            return False
+        return True
 
 
 def read_descriptor(descriptor: Mapping[str, Any]) -> tuple[str, str]:

@@ -309,6 +309,25 @@ async def test_a_damaged_lease_does_not_keep_the_others_from_being_reaped(tmp_pa
     assert left_in(tmp_path) == []
 
 
+@pytest.mark.parametrize("name", [f".{'0' * 16}.new", "0" * 16])
+@pytest.mark.parametrize("linked", [False, True])
+async def test_what_was_forgotten_and_cannot_be_removed_does_not_keep_the_others_from_being_reaped(
+    tmp_path: Path, name: str, linked: bool
+) -> None:
+    provider = PlainDirectory(tmp_path / "leases")
+    sandbox = await provider.create(SandboxSpec(lease_s=300))
+    (tmp_path / "leases" / sandbox.sandbox_id / "ended").touch()
+    odd = tmp_path / "leases" / name
+    (tmp_path / "elsewhere").mkdir()
+    odd.symlink_to(tmp_path / "elsewhere") if linked else odd.write_bytes(b"")
+    os.utime(odd, (0, 0), follow_symlinks=False)
+    assert odd.name < sandbox.sandbox_id, "it comes first"
+    with pytest.raises(SandboxUnavailable, match=name):
+        reap_plain(tmp_path / "leases")
+    assert not (tmp_path / "leases" / sandbox.sandbox_id).exists()
+    assert (tmp_path / "elsewhere").is_dir()
+
+
 def test_an_owner_is_one_process_of_one_boot() -> None:
     me = this_process()
     assert me.alive()
