@@ -22,6 +22,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from toprope.catalog.masking import Mask
 from toprope.catalog.prompts import prompt_of, response_of
 from toprope.catalog.said import said
 from toprope.errors.kinds import Kind
@@ -114,7 +115,7 @@ class RemoteAgent(Agent):
                 if activation.number == 1:
                     activation.observations.gap("what the remote agent did beside its model calls is not observed")
             # What it says of itself must not carry the key on: messages and rows are for many to read.
-            reply = replace(reply, body=reply.body.replace(keys.own.encode(), b"[the gate's key]"))
+            reply = replace(reply, body=Mask(keys.own, "[the gate's key]").body(reply.body))
             return _read(_accepted(reply), model, extended=activation.extended)
 
     async def _ask(self, body: Mapping[str, Any]) -> Reply:

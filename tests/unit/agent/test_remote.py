@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from toprope.catalog.masking import Mask
 from toprope.catalog.remote import RemoteAgent
 from toprope.errors.tree import ConfigError
 from toprope.http.client import Client
@@ -149,23 +151,69 @@ async def test_what_only_looks_like_a_response_object_is_no_answer(
         assert "`output`" in reply.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("way", ["answer", "status", "no json", "failed"])
-async def test_a_key_that_an_agent_says_back_goes_no_further(way: str, tmp_path: Path, client: Client) -> None:
+def escaped(key: str, *, times: int = 1, upper: bool = False) -> str:
+    """The inside of a JSON text that is `key` once it was parsed `times` times."""
+    codes = [f"{ord(char):04X}" if upper else f"{ord(char):04x}" for char in key]
+    return "".join("\\" * (2 ** (times - 1)) + f"u{code}" for code in codes)
+
+
+ECHOES: dict[str, Callable[[str], str]] = {
+    "as it is": lambda key: key,
+    "first letter": lambda key: escaped(key[0]) + key[1:],
+    "every letter": escaped,
+    "upper case": lambda key: escaped(key, upper=True),
+    "json in json": lambda key: escaped(key, times=2),
+    "json in json in json": lambda key: escaped(key, times=3),
+}
+
+
+@pytest.mark.parametrize("echo", ECHOES)
+@pytest.mark.parametrize("way", ["answer", "status", "no json", "cut", "failed", "output", "name", "bad"])
+async def test_a_key_that_an_agent_says_back_goes_no_further(
+    way: str, echo: str, tmp_path: Path, client: Client
+) -> None:
     keys: list[str] = []
 
     async def solve(body: dict[str, Any]) -> Any:
-        key = body["api_key"]
-        keys.append(key)
-        if way == "status":
-            return web.json_response({"detail": f"bad key {key}"}, status=400)
-        if way == "no json":
-            return web.Response(text=f"<b>{key}</b>")
-        return {"answer": key, "status": "failed" if way == "failed" else "completed", "error": key}
+        keys.append(body["api_key"])
+        key = ECHOES[echo](keys[0])
+        said = {
+            "status": f'{{"detail": "bad key {key}"}}',
+            "no json": f"<b>{key}</b>",
+            "cut": f'{{"answer": "{key}',
+            "output": f'{{"output": [{{"role": "assistant", "content": [{{"text": "a \\"{key}\\" b"}}]}}]}}',
+            "name": f'{{"output": [{{"role": "assistant", "content": "x", "{key}": 1}}]}}',
+            "bad": f'{{"nothing": ["{key}"]}}',
+        }.get(
+            way, f'{{"answer": "{key}", "status": "{"failed" if way == "failed" else "completed"}", "error": "{key}"}}'
+        )
+        return web.Response(text=said, content_type="application/json", status=400 if way == "status" else 200)
 
     async with stranger(solve) as (url, _), workshop(RemoteAgent(client=client, url=url), tmp_path, client) as house:
         reply, closed = await house.one()
-        assert keys[0][:12] not in reply.text + str(closed)
-        assert "[the gate's key]" in reply.text
+        told = reply.text + str(closed)
+        for _ in range(4):  # as it is told, and as whoever reads it may read it further
+            assert keys[0][:12] not in told
+            told = re.sub(r"\\+u00([0-9a-fA-F]{2})", lambda found: chr(int(found[1], 16)), told)
+        assert "[the gate" in reply.text
+
+
+def test_a_mask_leaves_everything_else_as_it_was() -> None:
+    mask = Mask("tr-Ab_9", "[gone]")
+    for body in (
+        b'{"a": "b", "n": 1.50, "x": [null, true]}',
+        b'{"path": "c:\\\\u0074r", "quote": "\\"tr-\\"", "e": "\\u00e9\\ud800"}',
+        b"no json \\u0074r-",
+        "gr\u00fc\u00dfe \\".encode(),
+        b'"\xff\\',
+    ):
+        assert mask.body(body) == body
+    assert (
+        mask.body(b'{"n": 1.50, "k": "x\\u0074r-Ab_9y", "e": "\\ud800"}')
+        == b'{"n": 1.50, "k": "x[gone]y", "e": "\\ud800"}'
+    )
+    assert mask.body(b"[" * 100_000 + b'"tr-Ab_9"' + b"]" * 100_000).count(b"[gone]") == 1
+    assert mask.body(b'"' + b"\\n" * 1_000_000 + b'tr-Ab_9"') == b'"' + b"\\n" * 1_000_000 + b'[gone]"'
 
 
 async def test_a_reply_over_the_limit_is_not_read(tmp_path: Path, client: Client) -> None:
