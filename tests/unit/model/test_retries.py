@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 
 import msgspec
+import numpy as np
 import pytest
 from tests.unit.model.wire import ASK, CAPTURED, ENDS, Typist, on_the_wire
 
+from toprope.canonical.digest import digest_bytes
 from toprope.capture.memory_store import MemoryStore
+from toprope.capture.packing import pack, unpack
 from toprope.capture.protocols import Intent, JournalledCall
 from toprope.capture.recorder import Recorder
 from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.tree import LimitReached
 from toprope.http.app import Limits
+from toprope.servers.model.call import ModelCall
+from toprope.servers.model.engines.base import EngineReply, SampledTokens, Usage
+from toprope.servers.model.replies import recorded_reply, render_reply, reply_details
 from toprope.servers.model.retries import Replay, Wait, decide, extended, request_tag
 from toprope.servers.model.server import ModelServer
 from toprope.testing.scripted import ScriptedReply
 from toprope.tokens.entry import TokenEntry
 from toprope.trajectory.build import Trainable, build
+from toprope.wire.responses import ResponsesRequest
 
 pytestmark = pytest.mark.promise("MS-4")
 
@@ -53,6 +61,8 @@ def call(name, count=0, *, tag=T, recorded=False, abort=None, live=True):
         ([call("a", abort="client_gone"), call("me")], Wait("a", drained=True)),
         ([call("a"), call("me")], None),
         ([call("a", abort="client_gone"), call("b", 1), call("me")], None),
+        ([call("a", abort="client_gone"), call("b", abort="waited_for:a"), call("me")], Wait("a", drained=True)),
+        ([call("a", abort="client_gone"), call("b", abort="replay_of:a"), call("me")], None),
     ],
 )
 def test_what_a_repeat_is_answered_from(calls, verdict):
@@ -63,6 +73,7 @@ def test_an_unmarked_repeat_goes_back_to_a_call_whose_client_is_known_to_have_le
     calls = [call("a", recorded=True), call("b", recorded=True), call("me")]
     assert decide(calls, "me", {"a"}) == Replay("a")
     assert decide([*calls[:2], call("c", abort="replay_of:a"), call("me")], "me", {"a"}) is None
+    assert decide([*calls[:2], call("c", abort="waited_for:a"), call("me")], "me", {"a"}) == Replay("a")
 
 
 def test_four_equal_samples_that_retry_in_any_order_claim_four_different_calls():
@@ -267,6 +278,90 @@ async def test_an_unmarked_repeat_after_the_connection_closed_is_a_retry(steps):
         third = await wire.ask("chat")  # that answer was sent whole
         await steps.next()
         assert said(await third.end()) == 1
+
+
+class Looked(Recorder):
+    """A recorder that says when the record was looked at: whoever asked waits, or has its answer, from then on."""
+
+    def __init__(self, *args, **settings):
+        super().__init__(*args, **settings)
+        self.looked = asyncio.Event()
+
+    async def recorded(self, key, since=0):
+        found = await super().recorded(key, since)
+        self.looked.set()
+        return found
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("headers", [{}, {"idempotency_key": "k"}], ids=["unmarked", "keyed"])
+@pytest.mark.parametrize("workers", [1, 2])
+async def test_who_leaves_while_it_waits_leaves_the_answer_to_the_next_one(tmp_path, steps, workers, headers, stream):
+    stores = [SqliteStore(tmp_path / "c.db") for _ in range(workers)]
+    recorders = [Looked(each, reader=each) for each in stores]
+    settings = {"engine": Typist(script=steps), "limits": Limits(drain_s=20)}
+    async with (
+        on_the_wire(recorder=recorders[0], **settings) as first,
+        on_the_wire(recorder=recorders[-1], **settings) as other,
+    ):
+        last = first if workers == 1 else other
+        left = await first.ask("chat", stream=stream, **headers)
+        await steps.next(go=False)
+        left.leave()
+        await _journal(stores[0], 1, lambda calls: calls[0].abort == "client_gone")
+        waiting = await last.ask("chat", stream=stream, **headers)
+        await asyncio.wait_for(recorders[-1].looked.wait(), 10)
+        waiting.leave()
+        await _journal(stores[0], 2, lambda calls: calls[1].abort is not None)
+        third = await last.ask("chat", stream=stream, **headers)
+        await _journal(stores[0], 3)
+        steps.gates[0].set()
+        assert said(await third.end()) == 0
+    one, two, three = await stores[0].begun_calls("4-2")
+    assert (one.recorded, two.abort, three.abort) == (True, f"waited_for:{one.call_id}", f"replay_of:{one.call_id}")
+    assert len(steps.gates) == 1
+    for each in stores:
+        await each.close()
+
+
+async def test_nobody_waits_beyond_the_drain_bound_for_a_call_that_a_live_worker_lost(tmp_path, steps):
+    one, two = SqliteStore(tmp_path / "c.db"), SqliteStore(tmp_path / "c.db")
+    lost, limits = Recorder(one, reader=one), Limits(drain_s=0.01)
+    async with on_the_wire(engine=Typist(script=steps), recorder=Recorder(two, reader=two), limits=limits) as wire:
+        path, body = ASK["chat"]
+        tag = request_tag(digest_bytes(json.dumps(body).encode()), "chat")
+        await lost.begin("4-2", "lost", intent=Intent(request_digest=tag))
+        await lost.abort("4-2", "lost", "client_gone")
+        again = await wire.call(CAPTURED + path, body)
+        await steps.next()
+        assert said(await again.end()) == 0
+    await one.close()
+    await two.close()
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_a_reply_from_the_record_is_byte_for_byte_the_first_one(dialect):
+    text = [{"type": "output_text", "text": "hi", "annotations": []}]
+    item = {"type": "message", "id": "msg_x", "role": "assistant", "status": "completed", "content": text}
+    first = ModelCall(
+        "call-1", dialect, ResponsesRequest(input=()), {}, "b" * 64, rollout_id="k", captured=True, started=1000.0
+    )
+    made = EngineReply(
+        output=(item,),
+        finish_reason="stop",
+        model="m",
+        usage=Usage(2, 1, cached_tokens=1, reasoning_tokens=1),
+        tokens=SampledTokens(*(np.array(ids, np.uint32) for ids in ([1, 2], [3])), np.array([-0.5])),
+        response_id="x",
+        logprobs={"content": [{"token": "hi", "logprob": -0.5, "bytes": None, "top_logprobs": []}]},
+        extra={"system_fingerprint": "fp"},
+    )
+    kept = entry(
+        "call-1", [1, 2], [3], output_items=(item,), finish_reason="stop", extra={"reply": reply_details(made)}
+    )
+    read_back = unpack(pack(replace(kept, created_at=1000.0))).entry()
+    call, again = recorded_reply(replace(first, call_id="call-2", started=2000.0), read_back)
+    assert render_reply(call, again).body == render_reply(first, made).body
 
 
 async def test_a_failed_attempt_is_not_an_answer_and_neither_is_an_older_turn_after_a_refusal(steps):

@@ -98,9 +98,10 @@ class Repeats:
                 verdict, entry = await self._look(call)
                 if isinstance(verdict, Replay):
                     break
-                if verdict is None or not await self._still_runs(verdict, pause, since):
+                wait = verdict
+                if wait is None or not await self._still_runs(wait, pause, since):
                     return None
-                wait, pause = verdict, min(2 * pause, _LOOK_S[1])
+                pause = min(2 * pause, _LOOK_S[1])
         except BadRequest:
             await self._recorder.abort(call.rollout_id, call.call_id, NOT_SENT)
             raise
@@ -109,7 +110,6 @@ class Repeats:
             await self._recorder.abort(call.rollout_id, call.call_id, reason)
             raise
         if entry is not None:
-            self._left.get((call.rollout_id, call.tag), set()).discard(entry.model_call_id)
             await self._recorder.abort(call.rollout_id, call.call_id, replay_of(entry.model_call_id))
         return entry
 

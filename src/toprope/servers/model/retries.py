@@ -122,7 +122,9 @@ def _left_behind(
     calls: Sequence[JournalledCall], at: int, left: Collection[str], claims: Mapping[str, str]
 ) -> JournalledCall | None:
     tag = calls[at].intent.request_digest
-    taken = set(claims.values()) | {_target(call) for call in calls if call.call_id != calls[at].call_id}
+    # Who left while it waited got nothing: what it waited for is still to be had.
+    answered = {_after(_REPLAY, call) for call in calls if call.call_id != calls[at].call_id}
+    taken = {*claims.values(), *answered}
     for call in reversed(calls[:at]):
         gone = call.abort == CLIENT_GONE or call.call_id in left
         if tag and call.intent.request_digest == tag and gone and call.call_id not in taken:
@@ -147,10 +149,12 @@ def _lead(call: JournalledCall, by_id: Mapping[str, JournalledCall], claims: Map
 
 
 def _target(call: JournalledCall) -> str | None:
-    for head in (_REPLAY, _WAITED):
-        if call.abort is not None and call.abort.startswith(head):
-            return call.abort.removeprefix(head)
-    return None
+    return _after(_REPLAY, call) or _after(_WAITED, call)
+
+
+def _after(head: str, call: JournalledCall) -> str | None:
+    """The call that an abort with this head names."""
+    return call.abort.removeprefix(head) if call.abort is not None and call.abort.startswith(head) else None
 
 
 def _begins_with(entry: TokenEntry, parent: TokenEntry) -> bool:
