@@ -115,6 +115,15 @@ async def test_ids_of_every_chunk_count_whatever_its_delta(client):
     assert (reply.usage.input_tokens, reply.usage.output_tokens) == (2, 6)
 
 
+async def test_the_last_event_counts_though_its_blank_line_is_left_out(client):
+    pieces = [event(HI), event(STOP).rstrip(b"\n")]
+    async with serving(ScriptedUpstream([UpstreamStream(pieces)])) as url:
+        deltas = []
+        reply = await engine_at(client, url).generate(ask(deltas.append, want_tokens=True))
+    assert (reply.finish_reason, deltas) == ("stop", [TextDelta(0, "hi")])
+    assert reply.tokens.generation_token_ids.tolist() == [5, 2]
+
+
 async def test_several_calls_in_one_delta_or_under_one_index_stay_apart(client):
     calls = [
         {"index": n, "id": f"c{n}", "type": "function", "function": {"name": name, "arguments": f'{{"a":{n}}}'}}
