@@ -18,6 +18,7 @@ from toprope.trajectory.evidence import Call, Evidence
 
 NOT_HELD = "response:"
 """Prefix of a claim that names a response id no record has."""
+_THOUGHT = "reasoning:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,8 @@ class TerminalWitnesses:
 
     `explicit`: the caller's `_ng_terminal_model_call_id`. `declared`: the records of the agent's
     `terminal_response_id`. `response_id`: those of the row's own response id. `content`: those whose output is the
-    row's final output. The last two abstain when they name calls with different tokens.
+    row's final output. The last two abstain when they name calls with different tokens, or one whose record was set
+    aside beside others.
     """
 
     explicit: tuple[str, ...] = ()
@@ -86,7 +88,8 @@ def choose(witnesses: TerminalWitnesses, evidence: Evidence) -> Terminal:
         if not claim:
             continue
         calls = [evidence.calls[call_id] for call_id in sorted(set(claim)) if call_id in evidence.calls]
-        if calls and not all(same_tokens(calls[0], other) for other in calls[1:]):
+        all_held = len(calls) == len(set(claim))  # of a record that was set aside nobody knows what it sampled
+        if calls and not (all_held and all(same_tokens(calls[0], other) for other in calls[1:])):
             if each.name in ("response_id", "content"):
                 continue
             found.add(reasons.TERMINAL_AMBIGUOUS)
@@ -121,50 +124,122 @@ def _with_response_id(entries: Sequence[TokenEntry], response_id: Any) -> tuple[
 
 
 def _with_content(entries: Sequence[TokenEntry], output: Any) -> tuple[str, ...]:
-    """The calls whose own output is the row's final output; among several, those whose whole transcript is the row's.
+    """The calls that may have written the row's final output, as far as the row and the record can tell.
 
-    What a call wrote is compared by content alone: agents renumber ids. Reasoning may be left out of a row.
+    Content alone is compared: agents renumber ids. Reasoning may be left out of a row, so that a call which thought
+    before it said the same is as good as one that did not. What a row shows before its final output decides between
+    them: the call whose whole transcript it is, else those that go on from the turn shown last, else the one after
+    which nothing was sampled (a conversation that was compacted). A row that shows its final output alone decides
+    nothing: that it is some call's whole transcript may be chance. Thoughts that no record has were written anew by the
+    agent and count for nothing.
     """
     if not isinstance(output, list) or not all(isinstance(item, Mapping) for item in output):
         return ()
-    final: list[Mapping[str, Any]] = []
-    for item in reversed(output):
-        if not is_model_authored(item):
-            if final or item.get("type", "message") != "message":
-                break  # what stands before a tool's result or a user's turn is an earlier call's
-            continue
-        final.insert(0, item)
-    wrote = {entry.model_call_id: _contents(entry.output_items) for entry in entries}
-    by_id = {entry.model_call_id: entry for entry in entries}
-    own = _matching(wrote, _contents(final))
-    if len(own) == 1:
-        return own
-    transcripts = {call_id: _transcript(by_id[call_id], by_id, wrote) for call_id in (own or wrote)}
-    whole = _matching(transcripts, _contents(output))
-    return whole or own
-
-
-def _matching(wrote: Mapping[str, tuple[str, ...]], wanted: tuple[str, ...]) -> tuple[str, ...]:
-    if not wanted:
+    shown = _contents(output)
+    last = shown[len(shown) - _ending(output) :]
+    before = _spoken(shown[: len(shown) - len(last)])
+    said = _Said(entries)
+    if not before:
+        for wanted in (shown, _spoken(shown)):
+            if found := said.just(wanted) | said.in_all(wanted):
+                return tuple(sorted(found))
         return ()
-    exact = tuple(sorted(call_id for call_id, each in wrote.items() if each == wanted))
-    if exact:
-        return exact
-    spoken = _spoken(wanted)
-    return tuple(sorted(call_id for call_id, each in wrote.items() if spoken and _spoken(each) == spoken))
+    own = said.just(last) or said.just(_spoken(last))
+    whole = said.in_all(shown) or said.in_all(_spoken(shown))
+    following = {call_id for call_id in own if said.after(call_id, before[-1])}
+    return tuple(sorted(whole or following or {call_id for call_id in own if said.nothing_after(call_id)}))
 
 
-def _transcript(
-    entry: TokenEntry, by_id: Mapping[str, TokenEntry], wrote: Mapping[str, tuple[str, ...]]
-) -> tuple[str, ...]:
-    parts: list[tuple[str, ...]] = []
-    seen: set[str] = set()
-    at: TokenEntry | None = entry
-    while at is not None and at.model_call_id not in seen:
-        seen.add(at.model_call_id)
-        parts.append(wrote[at.model_call_id])
-        at = by_id.get(at.parent_call_id or "")
-    return tuple(mark for part in reversed(parts) for mark in part)
+def _ending(output: Sequence[Mapping[str, Any]]) -> int:
+    """How many model-authored items are the final output; none where a tool's result ends it, which a later call read.
+
+    What stands before a tool's result or a user's turn is an earlier call's.
+    """
+    count = 0
+    for item in reversed(output):
+        if is_model_authored(item):
+            count += 1
+        elif count or item.get("type", "message") != "message":
+            break
+    return count
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """What one record says that its call wrote, after which call, and when."""
+
+    wrote: tuple[str, ...]
+    parent: str
+    at: float
+
+
+class _Said:
+    """What each call wrote and after what, by the records. Copies of one call that differ all count as told."""
+
+    def __init__(self, entries: Sequence[TokenEntry]) -> None:
+        self._copies: dict[str, set[_Copy]] = {}
+        for entry in entries:
+            copy = _Copy(_contents(entry.output_items), entry.parent_call_id or "", entry.created_at)
+            self._copies.setdefault(entry.model_call_id, set()).add(copy)
+
+    def just(self, shown: tuple[str, ...]) -> set[str]:
+        """The calls that wrote this and no more."""
+        return {
+            call_id
+            for call_id, copies in self._copies.items()
+            if shown and any(_begin_of(copy.wrote, shown, len(shown)) == 0 for copy in copies)
+        }
+
+    def in_all(self, shown: tuple[str, ...]) -> set[str]:
+        """The calls whose whole transcript, from the first call of the conversation on, is this."""
+        return {call_id for call_id in self._copies if shown and self._transcript_is(call_id, shown)}
+
+    def after(self, call_id: str, mark: str) -> bool:
+        """Whether the last thing that was said before this call is `mark`."""
+        pending, seen = [copy.parent for copy in self._copies[call_id]], {call_id}
+        while pending:
+            at = pending.pop()
+            if at in seen:
+                continue
+            seen.add(at)
+            for copy in self._copies.get(at, ()):
+                spoken = _spoken(copy.wrote)
+                if spoken and spoken[-1] == mark:
+                    return True
+                if not spoken:
+                    pending.append(copy.parent)
+        return False
+
+    def nothing_after(self, call_id: str) -> bool:
+        """Whether this is the call that was recorded last, by their times."""
+        began = min(copy.at for copy in self._copies[call_id])
+        return all(copy.at < began for other, held in self._copies.items() if other != call_id for copy in held)
+
+    def _transcript_is(self, call_id: str, wanted: tuple[str, ...]) -> bool:
+        """Walk back from the end; the first turn that does not fit ends it."""
+        pending, seen = [(call_id, len(wanted))], set[tuple[str, int]]()
+        while pending:
+            at, end = place = pending.pop()
+            if place in seen:
+                continue
+            seen.add(place)
+            for copy in self._copies[at]:
+                begin = _begin_of(copy.wrote, wanted, end)
+                if begin == 0 and copy.parent not in self._copies:
+                    return True
+                if begin is not None and copy.parent in self._copies:
+                    pending.append((copy.parent, begin))
+        return False
+
+
+def _begin_of(wrote: tuple[str, ...], shown: tuple[str, ...], end: int) -> int | None:
+    """Where in `shown`, up to `end`, what a call wrote begins, if only reasoning was left out; None if it is not it."""
+    for mark in reversed(wrote):
+        if end and shown[end - 1] == mark:
+            end -= 1
+        elif not mark.startswith(_THOUGHT):
+            return None
+    return end
 
 
 def _contents(items: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -172,4 +247,4 @@ def _contents(items: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def _spoken(contents: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(content for content in contents if not content.startswith("reasoning:"))
+    return tuple(content for content in contents if not content.startswith(_THOUGHT))

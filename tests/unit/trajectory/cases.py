@@ -211,6 +211,14 @@ def test_an_ambiguous_weak_witness_abstains_and_an_ambiguous_declaration_masks(b
     masked(go(build, linear(), terminal=declared), "terminal_ambiguous")
 
 
+def test_a_claim_of_two_calls_of_which_one_is_not_believed_names_neither(build: Builder) -> None:
+    one = entry("s", [9], [8], None, ROOT)
+    copies = [entry("m", [1], [2], None, ROOT), entry("m", [1], [3], None, ROOT)]
+    for weak in (TerminalWitnesses(content=("m", "s")), TerminalWitnesses(response_id=("m", "s"))):
+        masked(go(build, [one, *copies], terminal=weak), "conflict")
+    masked(go(build, [one, *copies], terminal=TerminalWitnesses(declared=("m", "s"))), "terminal_ambiguous")
+
+
 def test_a_terminal_that_sampled_nothing_masks(build: Builder) -> None:
     c1, c2, _ = linear()
     empty = entry("e", [1, 2, 3, 4, 5, 9], [], "c2", NEXT)

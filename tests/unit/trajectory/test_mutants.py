@@ -103,6 +103,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "                continue\n            found",
         "                pass\n            found",
     ),
+    "a_claim_forgets_the_records_set_aside": ("terminal", "not (all_held and all(", "not (all("),
     "twins_by_generation_alone": (
         "terminal",
         "np.array_equal(left.generated, right.generated) and np.array_equal(left.prompt(), right.prompt())",

@@ -5,43 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tests.unit.trajectory.golden import entry
+from tests.unit.trajectory.rows import called, held, result, row, said, thought
 
 from toprope.trajectory.terminal import TerminalWitnesses, witnesses_of
-
-
-def said(text: str) -> dict[str, Any]:
-    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
-
-
-def thought(text: str) -> dict[str, Any]:
-    return {"type": "reasoning", "content": [{"type": "reasoning_text", "text": text}]}
-
-
-def called(call_id: str) -> dict[str, Any]:
-    return {"type": "function_call", "call_id": call_id, "name": "add", "arguments": "{}"}
-
-
-def result(call_id: str) -> dict[str, Any]:
-    return {"type": "function_call_output", "call_id": call_id, "output": "3"}
-
-
-def held(*outputs: list[dict[str, Any]]) -> list[Any]:
-    """A chain c0, c1, ... whose calls wrote these outputs; response ids resp-0, resp-1, ..."""
-    return [
-        replace(
-            entry(f"c{at}", [1], [2], f"c{at - 1}" if at else None, {"decision": "resolved" if at else "root"}),
-            output_items=tuple(output),
-            token_item_index=None,
-            response_id=f"resp-{at}",
-        )
-        for at, output in enumerate(outputs)
-    ]
-
-
-def row(output: Any, **more: Any) -> dict[str, Any]:
-    response = {"id": more.pop("id", "resp-of-the-agent"), "output": output, **more.pop("response", {})}
-    return {"response": response, **more}
 
 
 def test_the_caller_and_the_agent_speak_by_name() -> None:
@@ -73,7 +39,8 @@ def test_equal_replies_are_told_apart_by_the_whole_transcript_or_not_at_all() ->
     entries = held([said("more")], [called("x")], [said("more")])
     whole = [said("more"), {"role": "user", "content": "go"}, called("x"), result("x"), said("more")]
     assert witnesses_of(row(whole), entries).content == ("c2",)
-    assert witnesses_of(row([said("more")]), entries).content == ("c0",)  # the whole transcript of c0, and not of c2
+    # An agent that hands in its last reply alone says just this of c2; that it is all c0's conversation is chance.
+    assert witnesses_of(row([said("more")]), entries).content == ("c0", "c2")
     twins = held([called("x")], [said("more")], [said("more")])
     assert witnesses_of(row([said("more")]), twins).content == ("c1", "c2")
 
