@@ -6,39 +6,33 @@
 A connection of the SDK belongs to the task that opened it, so each grant has a task of its own. A 4xx or 5xx, a lost
 connection and an error of the protocol end the activation; what a tool itself says, its errors too, is for the model.
 Needs the extra `toprope[mcp]`; imported only where a grant is one. Left to others: which grants there are (`access`),
-programs (`mcp_stdio`).
+what comes over the network (`mcp_http`) and from programs (`mcp_stdio`), and whether it is MCP (`mcp_messages`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import re
-from collections.abc import AsyncIterator, Awaitable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import httpx2
 from mcp import Client as McpClient
-from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS, METHOD_NOT_FOUND, CallToolResult, Implementation, TextContent
 
 from toprope.canonical import json
-from toprope.errors.body import read_error_body, shorten
 from toprope.errors.kinds import Delivery
-from toprope.errors.tree import TopropeError
-from toprope.http.peer import MAX_REPLY_BYTES
-from toprope.protocol.grants import McpGrant, Stdio, StreamableHttp
-from toprope.tools.mcp_stdio import Trouble, stdio
+from toprope.protocol.grants import McpGrant, Stdio
+from toprope.tools.mcp_http import streamable_http
+from toprope.tools.mcp_messages import Trouble
+from toprope.tools.mcp_stdio import stdio
 from toprope.tools.outcome import GrantUnavailable, ToolResult, ToolUnavailable
 
 if TYPE_CHECKING:
     from mcp.client import Transport
 
     from toprope.http.client import Client
-
-log = logging.getLogger("toprope.tools")
 
 T = TypeVar("T")
 
@@ -57,7 +51,6 @@ MAX_TOOLS = 1000
 _CALLABLE = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _NEVER = (METHOD_NOT_FOUND, INVALID_PARAMS)  # of the handshake or the listing: the same question gets the same answer
 _ME = Implementation(name="toprope", version="1")
-_BODILESS = ("content-encoding", "content-length", "transfer-encoding")
 
 
 class McpTools:
@@ -72,7 +65,7 @@ class McpTools:
         self.specs: tuple[dict[str, Any], ...] = ()
         self.gaps: list[str] = []
         self._client: McpClient | None = None
-        self._trouble = Trouble()
+        self._trouble = Trouble(grant.name)
         self._leave = asyncio.Event()
         self._owner: asyncio.Task[None] | None = None
 
@@ -83,8 +76,9 @@ class McpTools:
         try:
             result = await self._alive(self._client.call_tool(name, arguments))
         except MCPError as error:
-            # A name or arguments that it does not take: the model's to mend. A server error that says so is none.
-            if error.code == INVALID_PARAMS and not _is_trouble(self._trouble.status):
+            # A name or arguments that it does not take: the model's to mend. A server error that says so never gets
+            # here: of a status of trouble the transport passes no body on.
+            if error.code == INVALID_PARAMS:
                 return ToolResult(f"error: {error.message}", is_error=True)
             answered = None if error.code == CONNECTION_CLOSED else Delivery.DELIVERED
             raise self._unavailable(name, error.message, answered) from error
@@ -202,119 +196,11 @@ async def open_mcp(grant: McpGrant, client: Client) -> McpTools:
     if isinstance(grant.connection, Stdio):
         await tools._open(stdio(grant.connection, tools._trouble))
     else:
-        await tools._open(_streamable_http(grant.connection, client, tools._trouble))
+        await tools._open(streamable_http(grant.connection, client, tools._trouble))
     return tools
 
 
-# -- transports --------------------------------------------------------------------------------------------------
-
-
-@asynccontextmanager
-async def _streamable_http(connection: StreamableHttp, client: Client, trouble: Trouble) -> AsyncIterator[Any]:
-    inline = connection.url.startswith("inline://")
-    secure = connection.url.startswith("https:")  # to load the authorities takes 0.1 s, and plain HTTP asks for none
-    below = _Inline(client) if inline else httpx2.AsyncHTTPTransport(retries=2, verify=secure)
-    # The SDK knows no inline servers: it is given a name of the same form, and what is below it the real one.
-    url = "http" + connection.url.removeprefix("inline") if inline else connection.url
-    async with (
-        httpx2.AsyncClient(
-            transport=_Watched(below, trouble),
-            headers={"accept-encoding": "identity", **connection.headers},
-            timeout=httpx2.Timeout(None, connect=5.0),
-            trust_env=False,
-        ) as http,
-        streamable_http_client(url, http_client=http, max_sse_event_size=64 * 2**20) as streams,
-    ):
-        yield streams
-
-
-class _Watched(httpx2.AsyncBaseTransport):
-    """Notes each failure, and gives the SDK a 503 for a transport's, so that it ends the call and not everything."""
-
-    def __init__(self, below: httpx2.AsyncBaseTransport, trouble: Trouble) -> None:
-        self._below = below
-        self._trouble = trouble
-
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        try:
-            reply = await self._below.handle_async_request(request)
-            if not reply.headers.get("content-type", "").startswith("text/event-stream"):
-                reply = await _whole(reply, request)
-                _check_id(await request.aread(), reply)
-        except (httpx2.TransportError, TopropeError) as error:
-            return self._failed(request, error)
-        if reply.status_code >= 400 and request.method == "POST":
-            info = read_error_body(reply.status_code, _json_of(reply), shorten(reply.text, 500))
-            self._trouble.text = f"{request.url} answered {reply.status_code}: {info.message}"
-            self._trouble.status, self._trouble.delivery = reply.status_code, Delivery.DELIVERED
-        return reply
-
-    def _failed(self, request: httpx2.Request, error: Exception) -> httpx2.Response:
-        if isinstance(error, TopropeError):
-            self._trouble.text, self._trouble.delivery = error.message, error.delivery
-        else:
-            early = isinstance(error, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout)
-            self._trouble.text = f"{request.url}: {error or type(error).__name__}"
-            self._trouble.delivery = Delivery.NOT_SENT if early else Delivery.POSSIBLY_DELIVERED
-        return httpx2.Response(503, request=request)
-
-    async def aclose(self) -> None:
-        await self._below.aclose()
-
-
-class _Inline(httpx2.AsyncBaseTransport):
-    """HTTP of the SDK, sent to a server of this process."""
-
-    def __init__(self, client: Client) -> None:
-        self._client = client
-
-    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
-        peer = self._client.peer(f"inline://{request.url.host}", "resources")
-        headers = {name: value for name, value in request.headers.items() if name not in (*_BODILESS, "host")}
-        body = await request.aread()
-        target = request.url.raw_path.decode("ascii")
-        reply = await peer.request(request.method, target, body=body or None, headers=headers)
-        kept = [(name, value) for name, value in reply.headers.items() if name.lower() not in _BODILESS]
-        return httpx2.Response(reply.status, headers=kept, content=reply.body, request=request)
-
-
-async def _whole(reply: httpx2.Response, request: httpx2.Request) -> httpx2.Response:
-    """The reply with its body, within the bound that every peer's has. Raises `httpx2.TransportError` beyond it."""
-    if reply.is_stream_consumed:  # a server of this process: whole, and bounded, already
-        return reply
-    if reply.headers.get("content-encoding", "identity") != "identity":
-        await reply.aclose()
-        raise httpx2.RemoteProtocolError("the reply is compressed, which was not asked for")
-    pieces, size = [], 0
-    try:
-        async for piece in reply.aiter_raw():
-            pieces.append(piece)
-            size += len(piece)
-            if size > MAX_REPLY_BYTES:
-                raise httpx2.RemoteProtocolError(f"the reply is longer than {MAX_REPLY_BYTES} bytes")
-    finally:
-        await reply.aclose()
-    kept = [(name, value) for name, value in reply.headers.multi_items() if name.lower() not in _BODILESS]
-    return httpx2.Response(reply.status_code, headers=kept, content=b"".join(pieces), request=request)
-
-
-def _check_id(asked: bytes, reply: httpx2.Response) -> None:
-    """Return unless a JSON reply answers another request, for which the SDK would go on waiting for ever."""
-    if reply.status_code != 200 or not reply.headers.get("content-type", "").startswith("application/json"):
-        return
-    question, told = json.loads(asked) if asked else None, _json_of(reply)
-    if not isinstance(question, dict) or "id" not in question or "method" not in question:
-        return
-    if not isinstance(told, dict) or told.get("id") != question["id"]:
-        said = shorten(reply.text, 200)
-        raise httpx2.RemoteProtocolError(f"what came back answers no request of id {question['id']!r}: {said}")
-
-
-def _json_of(reply: httpx2.Response) -> Any:
-    try:
-        return json.loads(reply.content)
-    except json.NotJson:
-        return None
+# -- results ------------------------------------------------------------------------------------------------------
 
 
 def _text_of(result: CallToolResult) -> str:
@@ -332,10 +218,6 @@ def _described(part: Mapping[str, Any]) -> str:
     data = part.get("data") or part.get("blob")
     size = f", {len(data)} characters of base64" if isinstance(data, str) else ""
     return f"[{part.get('type', 'content')}{size}: this agent reads text only]"
-
-
-def _is_trouble(status: int | None) -> bool:
-    return status is not None and (status >= 500 or status in (401, 403, 404, 407, 408, 425, 429))
 
 
 def _innermost(error: BaseException | None) -> BaseException | None:

@@ -21,6 +21,7 @@ from toprope.http.reply import json_reply
 from toprope.http.request import Request
 from toprope.protocol.grants import DirectHttpGrant, Grant, McpGrant, StreamableHttp
 from toprope.tools import mcp as module
+from toprope.tools import mcp_http
 from toprope.tools.access import ToolAccess
 from toprope.tools.outcome import ToolUnavailable
 
@@ -185,7 +186,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n"
 async def test_replies_that_are_cut_too_long_or_no_http_are_trouble_with_a_name(
     client: Client, monkeypatch: pytest.MonkeyPatch, reply: bytes, said: str
 ) -> None:
-    monkeypatch.setattr(module, "MAX_REPLY_BYTES", 100)
+    monkeypatch.setattr(mcp_http, "MAX_REPLY_BYTES", 100)
     async with await raw_server(reply) as server:
         url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
         with pytest.raises(TopropeError, match=said) as caught:
@@ -193,7 +194,10 @@ async def test_replies_that_are_cut_too_long_or_no_http_are_trouble_with_a_name(
     assert (caught.value.kind, caught.value.retryable) == ("grant_unavailable", True)
 
 
-async def test_a_listing_without_end_is_refused(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("on_a_page", [20, 0])
+async def test_a_listing_without_end_is_refused(
+    client: Client, monkeypatch: pytest.MonkeyPatch, on_a_page: int
+) -> None:
     monkeypatch.setattr(module, "MAX_TOOLS", 50)
     pages = 0
 
@@ -205,15 +209,17 @@ async def test_a_listing_without_end_is_refused(client: Client, monkeypatch: pyt
             told = {**versions, "serverInfo": {"name": "endless", "version": "1"}, "ttlMs": 0, "cacheScope": "private"}
             return json_reply({"jsonrpc": "2.0", "id": asked["id"], "result": told})
         pages += 1
-        tools = [{"name": f"t{pages}-{n}", "inputSchema": {"type": "object"}} for n in range(20)]
-        listed = {"tools": tools, "nextCursor": f"page {pages}", "ttlMs": 0, "cacheScope": "private"}
+        tools = [{"name": f"t{pages}-{n}", "inputSchema": {"type": "object"}} for n in range(on_a_page)]
+        listed = {"tools": tools, "ttlMs": 0, "cacheScope": "private"}
+        if pages < 100:  # where the bound is gone the test must end all the same
+            listed["nextCursor"] = f"page {pages}"
         return json_reply({"jsonrpc": "2.0", "id": asked["id"], "result": {**listed, "resultType": "complete"}})
 
     app = build_app(name="endless", role="resources", routes=[Route("POST", "/mcp", answer)])
     client.register("inline://endless", app)
     with pytest.raises(TopropeError, match="it offers more than 50 tools"):
         await ToolAccess.open([McpGrant("endless", StreamableHttp("inline://endless/mcp"))], client)
-    assert pages == 3
+    assert pages == (3 if on_a_page else 51)
 
 
 def test_nothing_of_the_core_imports_the_sdk() -> None:

@@ -38,6 +38,10 @@ def error(number: Any, code: int, message: str) -> bytes:
     return json.dumps({"jsonrpc": "2.0", "id": number, "error": {"code": code, "message": message}}).encode()
 
 
+def message(**fields: Any) -> bytes:
+    return json.dumps({"jsonrpc": "2.0", **fields}).encode()
+
+
 GOOD = {"content": [{"type": "text", "text": "5"}]}
 STREAM = "text/event-stream"
 
@@ -66,7 +70,47 @@ FAULTS: dict[str, Fault] = {
     "error of its own": lambda number: http("200 OK", error(number, -32001, "session expired")),
     "503 that blames the arguments": lambda number: http("503 Busy", error(number, -32602, "database connection lost")),
     "no such method": lambda number: http("200 OK", error(number, -32601, "Method not found")),
+    "401 that blames the arguments": lambda number: http("401 Unauthorized", error(number, -32602, "bad token")),
+    "403 that blames the arguments": lambda number: http("403 Forbidden", error(number, -32602, "no licence")),
+    "404 that blames the arguments": lambda number: http("404 Not Found", error(number, -32602, "no session")),
+    "429 that blames the arguments": lambda number: http("429 Too Many", error(number, -32602, "slow down")),
+    "400 of another call": lambda number: http("400 Bad Request", error("other", -32602, "n must be a number")),
+    "a result that is a number": lambda number: http("200 OK", result(number, 5)),
+    "a result that is null": lambda number: http("200 OK", result(number, None)),
+    "a result and an error": lambda number: http("200 OK", message(id=number, result=GOOD, error={"code": 1})),
+    "neither of them": lambda number: http("200 OK", message(id=number)),
+    "version 1.0": lambda number: http("200 OK", message(jsonrpc="1.0", id=number, result=GOOD)),
+    "no version": lambda number: http("200 OK", json.dumps({"id": number, "result": GOOD}).encode()),
+    "the id as text": lambda number: http("200 OK", result(str(number), GOOD)),
+    "the id as a fraction": lambda number: http("200 OK", result(float(number), GOOD)),
+    "the id of the call before": lambda number: http("200 OK", result(number - 1, GOOD)),
+    "a question with the same id": lambda number: http("200 OK", message(id=number, method="ping")),
+    "a question": lambda number: http("200 OK", message(id="theirs", method="ping")),
+    "a notification": lambda number: http("200 OK", message(method="notifications/message", params={"level": "info"})),
+    "wrong id in capitals": lambda number: http("200 OK", result("other", GOOD), "Application/JSON"),
+    "wrong id with a charset": lambda number: http("200 OK", result("other", GOOD), "application/json ; charset=utf-8"),
+    "nearly the kind": lambda number: http("200 OK", result(number, GOOD), "application/jsonlines"),
 }
+
+
+def over_sse(fault: Fault) -> Fault:
+    """The same bytes as the one event of a stream: cut where they were cut, under the same status."""
+
+    def reply(number: Any) -> bytes:
+        head, parted, body = fault(number).partition(b"\r\n\r\n")
+        if not parted:
+            return b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\nevent: message\ndata: " + head
+        lines = [line for line in head.split(b"\r\n") if not line.startswith((b"content-type", b"content-length"))]
+        kind = b"Text/Event-Stream ;charset=UTF-8" if b"Application/JSON" in head else b"text/event-stream"
+        if b"text/plain" in head or b"jsonlines" in head:
+            kind = b"text/event-streams"
+        event = b"event: message\ndata: " + body.replace(b"\n", b"\ndata: ") + b"\n\n" if body else b""
+        return b"\r\n".join([*lines, b"content-type: " + kind, b"", event])
+
+    return reply
+
+
+FAULTS |= {f"{name}, over SSE": over_sse(fault) for name, fault in FAULTS.items() if "stream" not in name}
 
 
 @asynccontextmanager
@@ -105,8 +149,13 @@ async def access_to(fault: Fault) -> AsyncIterator[ToolAccess]:
             await access.close()
 
 
-async def test_the_server_is_fine_where_it_does_not_break() -> None:
-    async with access_to(lambda number: http("200 OK", result(number, GOOD))) as access:
+@pytest.mark.parametrize("kind", ["application/json", "Application/JSON; charset=utf-8", "application/json;x"])
+@pytest.mark.parametrize("way", ["json", "sse"])
+async def test_the_server_is_fine_where_it_does_not_break(kind: str, way: str) -> None:
+    def fine(number: Any) -> bytes:
+        return http("200 OK", result(number, GOOD), kind)
+
+    async with access_to(fine if way == "json" else over_sse(fine)) as access:
         assert (await access.call("add", "{}", offered=frozenset({"add"}))).text == "5"
 
 
@@ -123,13 +172,27 @@ async def test_a_fault_in_the_middle_of_a_call_is_retryable_trouble(fault: str) 
 
 
 @pytest.mark.promise("EP-19")
-async def test_what_the_server_says_of_the_arguments_is_for_the_model() -> None:
-    for status in ("200 OK", "400 Bad Request"):
-        fault = http(status, error(1, -32602, "n must be a number"))
+@pytest.mark.parametrize("way", ["json", "sse"])
+async def test_what_the_server_says_of_the_arguments_is_for_the_model(way: str) -> None:
+    for status in ("200 OK", *(["400 Bad Request"] if way == "json" else [])):
 
-        def answer(number: Any, reply: bytes = fault) -> bytes:
-            return reply.replace(b'"id": 1', b'"id": %d' % number)
+        def answer(number: Any, status: str = status) -> bytes:
+            return http(status, error(number, -32602, "n must be a number"))
 
-        async with access_to(answer) as access:
+        async with access_to(answer if way == "json" else over_sse(answer)) as access:
             told = await access.call("add", "{}", offered=frozenset({"add"}))
         assert (told.is_error, told.text) == (True, "error: n must be a number")
+
+
+@pytest.mark.promise("EP-19")
+async def test_a_call_after_a_fault_is_none_the_worse_for_it() -> None:
+    replies = [FAULTS["wrong id, over SSE"], FAULTS["401 that blames the arguments"], FAULTS["a list"]]
+
+    def answer(number: Any) -> bytes:
+        return replies.pop(0)(number) if replies else http("200 OK", result(number, GOOD))
+
+    async with access_to(answer) as access:
+        for _ in range(3):
+            with pytest.raises(ToolUnavailable):
+                await access.call("add", "{}", offered=frozenset({"add"}))
+        assert (await access.call("add", "{}", offered=frozenset({"add"}))).text == "5"
