@@ -12,9 +12,9 @@ from toprope.servers.environment.episode import Timeouts
 
 @pytest.mark.promise("EP-10")
 def test_the_agents_time_is_what_the_episode_leaves() -> None:
-    assert Timeouts().agent_budget_s == 3600 - 300 - 15
-    assert Timeouts(agent_s=60).agent_budget_s == 60
-    assert Timeouts(episode_s=100, verify_s=30, cleanup_s=20, agent_s=90).agent_budget_s == 60
+    assert Timeouts().agent_budget_s() == 3600 - 300 - 15
+    assert Timeouts(agent_s=60).agent_budget_s() == 60
+    assert Timeouts(episode_s=100, verify_s=30, cleanup_s=20, agent_s=90).agent_budget_s() == 60
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ class Timeouts:
         for name, value in (("episode", self.episode_s), ("verify", self.verify_s), ("cleanup", self.cleanup_s)):
             if not value > 0:
                 raise ConfigError(f"{name}_timeout_s: {value!r} given; accepted: seconds above 0")
-        if self.agent_budget_s <= 0:
+        if self.agent_budget_s() <= 0:
             raise ConfigError(
                 f"no time is left for the agent: episode_timeout_s {self.episode_s:g} less verify_timeout_s "
                 f"{self.verify_s:g} less half of cleanup_timeout_s {self.cleanup_s:g} must be above 0"
@@ -59,10 +59,10 @@ class Timeouts:
         """What each participant's closes may take: a hung agent cannot eat the resources' part."""
         return self.cleanup_s / 2
 
-    @property
-    def agent_budget_s(self) -> float:
-        """The longest that an activation may take."""
-        left = self.episode_s - self.verify_s - self.share_s
+    def agent_budget_s(self, elapsed_s: float = 0.0) -> float:
+        """The longest that an activation may take that begins `elapsed_s` into the episode: what is left of it without
+        the time for verify and for the agent's close, and no more than `agent_s`."""
+        left = self.episode_s - elapsed_s - self.verify_s - self.share_s
         return left if self.agent_s is None else min(self.agent_s, left)
 
 
@@ -130,11 +130,7 @@ class Episode:
     @property
     def agent_deadline(self) -> float:
         """The loop time at which an activation that begins now must be over."""
-        limits = self.plan.timeouts
-        latest = self.deadline - limits.verify_s - limits.share_s
-        if limits.agent_s is None:
-            return latest
-        return min(self.now + limits.agent_s, latest)
+        return self.now + self.plan.timeouts.agent_budget_s(self.now - self._began)
 
     @asynccontextmanager
     async def at(
