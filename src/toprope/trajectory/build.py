@@ -208,20 +208,25 @@ def _safe_chains(case: _Case) -> list[tuple[list[Call], Role]]:
     ended = case.sorted.cut | (case.terminal.call.descendants() if case.terminal.call is not None else set())
     standing = [call for call in case.sampling if call.id not in ended]
     continued = {call.parent.id for call in standing if call.parent is not None}
-    leaves = [call for call in standing if call.id not in continued]
+    last = _last(case)
     chains: list[tuple[list[Call], Role]] = []
-    for leaf in leaves:
+    for leaf in (call for call in standing if call.id not in continued):
         path = leaf.path()
-        collapsed = any(call.id in case.sorted.collapsed for call in path)
-        if collapsed or any(call.id in undecided for call in path) or _reasons_on_path(path):
+        if any(call.id in undecided for call in path) or _reasons_on_path(path):
             continue
-        chains.append((path, _role(path, case, len(leaves))))
+        chains.append((path, _role(path, case, last)))
     return sorted(chains, key=lambda chain: (chain[1] != "terminal", chain[0][-1].id))
 
 
-def _role(path: list[Call], case: _Case, n_leaves: int) -> Role:
+def _last(case: _Case) -> Call | None:
+    """The last call of the rollout: the named one, or that of the only chain that is left."""
+    leaves = case.leaves() if case.terminal.call is None else [case.terminal.call]
+    return leaves[0] if len(leaves) == 1 else None
+
+
+def _role(path: list[Call], case: _Case, last: Call | None) -> Role:
     """What a chain was, as far as evidence tells; a conversation beside the terminal one is a sub-agent's."""
-    if case.terminal.call is path[-1] or n_leaves == 1:
+    if path[-1] is last:
         return "terminal"
     if any(call.id in case.sorted.quarantined for call in path):
         return "abandoned_retry"
@@ -236,14 +241,23 @@ def _why_nothing_is_safe(case: _Case) -> set[str]:
 
 
 def _lay_out(rollout_id: str, chains: Iterable[tuple[list[Call], Role]]) -> tuple[Trace, ...]:
-    """Traces in order; the first that holds a span owns it."""
-    owned: set[str] = set()
+    """Traces in order; the first that holds a sampled span owns it, and one that would own nothing is none.
+
+    Twins (one prompt, equal samples) are one span to a trainer, whichever call a chain goes through.
+    """
+    owned: set[tuple[int, str]] = set()
     traces = []
     for path, role in chains:
-        mine = {call.id for call in path} - owned
-        owned |= mine
-        traces.append(make_trace(rollout_id, path, role, lambda call, mine=mine: call.id in mine))  # type: ignore[misc]
+        mine = {call.id for call in path if _sample(call) not in owned}
+        owned |= {_sample(call) for call in path}
+        if mine:
+            traces.append(make_trace(rollout_id, path, role, lambda call, mine=mine: call.id in mine))  # type: ignore[misc]
     return tuple(traces)
+
+
+def _sample(call: Call) -> tuple[int, str]:
+    """What a call sampled, told by the ids alone: where it begins, and the hash of all up to its end."""
+    return call.prompt_len, call.digest()
 
 
 # -- what is told ---------------------------------------------------------------------------------------------------

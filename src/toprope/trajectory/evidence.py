@@ -58,6 +58,10 @@ class Call:
     def prompt_len(self) -> int:
         return self.cum_len - len(self.entry.generation_token_ids)
 
+    def digest(self) -> str:
+        """The hash of all its ids, prompt and generation."""
+        return _state(self).hexdigest()
+
     def prompt(self) -> NDArray[np.uint32]:
         """The whole prompt. Linear in its length for a delta, free for a record that holds it."""
         if not self.entry.prompt_is_delta:

@@ -281,6 +281,51 @@ def test_the_terminals_trace_owns_what_it_shares_whatever_the_leaves_are_called(
     assert [int(trace.loss_mask.sum()) for trace in unnamed] == [3, 1]
 
 
+def test_the_only_chain_that_is_left_is_the_terminal_one(build: Builder) -> None:
+    def roles(entries: list[TokenEntry], **how: Any) -> dict[str, str]:
+        return {t.call_ids[-1]: t.role for t in go(build, entries, deliver="all_chains", **how).traces}
+
+    firsts = [entry("a", [1], [2], None, ROOT), entry("b", [1], [2], None, ROOT)]
+    assert roles(firsts) == {"a": "terminal"}
+    kept = entry("k", [1, 2, 3], [4], "a", NEXT)
+    assert roles([*firsts, kept]) == {"k": "terminal"}
+    retried = [
+        entry("p", [1], [2], None, ROOT),
+        entry("q", [1], [3], None, ROOT),
+        entry("z", [1, 3, 4], [5], "q", NEXT),
+    ]
+    assert roles(retried) == {"z": "terminal", "p": "abandoned_retry"}
+    gone = entry("g", [1, 3, 4, 5, 6], [7], "z", {**NEXT, "client_gone": True})
+    assert roles([*retried, gone]) == {"z": "terminal", "p": "abandoned_retry"}
+    lost = entry("l", [1, 3, 9], [8], "nowhere", NEXT)
+    assert roles([*retried, lost]) == {"z": "sub_agent", "p": "abandoned_retry"}
+    two = [*retried, entry("s", [50], [51], None, ROOT)]
+    assert roles(two) == {"z": "sub_agent", "p": "abandoned_retry", "s": "sub_agent"}
+    assert roles(two, explicit="s") == {"s": "terminal", "z": "sub_agent", "p": "abandoned_retry"}
+
+
+def test_what_twins_sampled_is_trained_on_once_in_every_mode(build: Builder) -> None:
+    root = entry("root", [1], [2], None, ROOT)
+    a, b = (entry(name, [1, 2, 3], [4], "root", NEXT) for name in "ab")
+    trained(go(build, [root, a, b], deliver="all_chains"), ["root", "a"])
+    trained(go(build, [root, a, b], deliver="all_chains", explicit="b"), ["root", "b"])
+    firsts = [entry("a", [1], [2], None, ROOT), entry("b", [1], [2], None, ROOT)]
+    trained(go(build, firsts, deliver="all_chains"), ["a"])
+    x, y = entry("x", [1, 2, 3, 4, 5], [6], "a", NEXT), entry("y", [1, 2, 3, 4, 7], [8], "b", NEXT)
+    for named, other in (("x", "y"), ("y", "x")):
+        via = {"x": "a", "y": "b"}
+        first, second = trained(
+            go(build, [root, a, b, x, y], deliver="all_chains", explicit=named),
+            ["root", via[named], named],
+            ["root", via[other], other],
+        )
+        assert first.loss_mask.astype(int).tolist() == [0, 1, 0, 1, 0, 1]
+        assert second.loss_mask.astype(int).tolist() == [0, 0, 0, 0, 0, 1]
+    # The same ids with another split are two calls, of which one saw as context what the other sampled.
+    split = [entry("m", [1], [2, 3], None, ROOT), entry("n", [1, 2], [3], None, ROOT)]
+    assert len(go(build, split, deliver="all_chains").traces) == 2
+
+
 def test_all_chains_never_deliver_an_undecided_retry(build: Builder) -> None:
     root = entry("root", [1], [2], None, ROOT)
     twins = [entry("a", [1, 2, 3], [4], "root", NEXT), entry("b", [1, 2, 3], [5], "root", NEXT)]

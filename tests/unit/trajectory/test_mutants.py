@@ -139,7 +139,15 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         'chains = [(path, "terminal")]',
         'chains = [(case.leaves()[-1].path(), "terminal")]',
     ),
-    "spans_owned_twice": ("build", "        owned |= mine\n", "        pass\n"),
+    "spans_owned_twice": ("build", "        owned |= {", "        owned & {"),
+    "twins_own_a_span_each": ("build", "return call.prompt_len, call.digest()", "return 0, call.id"),
+    "equal_ids_are_equal_samples": ("build", "return call.prompt_len, call.digest()", "return 0, call.digest()"),
+    "a_trace_may_own_nothing": ("build", "        if mine:\n", "        if True:\n"),
+    "retries_left_behind_are_counted_as_chains": (
+        "build",
+        "leaves = case.leaves() if case.terminal.call is None else",
+        "leaves = [c for c in case.sampling if not c.children] if case.terminal.call is None else",
+    ),
     "undecided_retries_in_all_chains": ("build", "any(call.id in undecided for call in path) or ", ""),
     "unsafe_chains_in_all_chains": ("build", " or _reasons_on_path(path):\n", ":\n"),
     "the_smallest_leaf_owns_what_the_terminal_shares": (
