@@ -15,6 +15,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 
 from toprope.correlation.context import rollout_context
+from toprope.http.cookies import merge_cookies
 from toprope.http.reply import Reply
 from toprope.protocol.grants import McpGrant, StreamableHttp
 from toprope.servers.environment.participant import SessionReport
@@ -238,20 +239,26 @@ CLOSED = ("/verify", "/close_session", "/seed_session", "/aggregate_metrics")
 
 @pytest.mark.promise("EP-19")
 @pytest.mark.parametrize("key", [None, SECRET])
-async def test_a_grants_credential_cannot_verify_close_or_seed(key: str | None) -> None:
+@pytest.mark.parametrize("token", ["tok", None])
+async def test_a_grants_credential_cannot_verify_close_or_seed(token: str | None, key: str | None) -> None:
     async with house(over="http", key=key) as home:
-        credential = (await seeded(home, "r", goal=0)).headers[TOOLS]
-        agent = home.client.peer(str(home.books.origin), "resources")  # what an agent has: no key, no cookie
+        seed = await seeded(home, "r", token=token, goal=0)
+        credential = seed.headers[TOOLS]
+        cookies = merge_cookies({}, seed)
+        agent = home.client.peer(str(home.books.origin), "resources")  # what an agent has: no key
         verify = {"responses_create_params": {"input": []}, "response": {"output": []}, "goal": 0}
         close = {"resources_session_id": "s-r", "episode_id": {"rollout_id": "r", "attempt": 0}}
         bodies = {"/verify": verify, "/close_session": close}
+        named = {"x-toprope-session": "s-r"}
         with rollout_context("r"):
             for path in CLOSED:
-                for more in ({}, {"x-toprope-session": "s-r"}, {"x-toprope-close-token": "guessed"}):
-                    headers = {TOOLS: credential, **more}
-                    reply = await agent.request("POST", path, body=bodies.get(path, {}), headers=headers)
-                    assert reply.status == 403, (path, more)
-                    assert reply.error_info().kind == "forbidden"
+                for more in ({}, named, {"x-toprope-close-token": "guessed"}):
+                    for beside in ({}, cookies):
+                        headers = {TOOLS: credential, **more}
+                        body = bodies.get(path, {})
+                        reply = await agent.request("POST", path, body=body, headers=headers, cookies=beside)
+                        assert reply.status == 403, (path, more, beside)
+                        assert reply.error_info().kind == "forbidden"
             over_mcp = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "verify"}}
             accept = {"accept": "application/json, text/event-stream"}
             reply = await agent.request("POST", "/mcp", body=over_mcp, headers={TOOLS: credential, **accept})
@@ -260,13 +267,17 @@ async def test_a_grants_credential_cannot_verify_close_or_seed(key: str | None) 
             assert (tool.status, tool.text) == (200, "1")
             assert (home.environment.verified, home.environment.aggregated) == ([], 0)
             assert len(home.resources.sessions) == 1
-            token = {"x-toprope-session": "s-r", "x-toprope-close-token": "tok"}
-            assert (await home.books.request("POST", "/verify", body=verify, headers=token)).status == 200
-            closed = await home.books.request("POST", "/close_session", body=close, headers=token)
+            owner = named if token is None else {**named, "x-toprope-close-token": token}
+            assert (await home.books.request("POST", "/verify", body=verify, headers=owner)).status == 200
+            closed = await home.books.request("POST", "/close_session", body=close, headers=owner)
             assert closed.json()["outcome"] == "closed"
             late = await agent.request("POST", "/add", body={"n": 1}, headers={TOOLS: credential})
-        assert late.status == (404 if key is None else 401)
-        assert late.error_info().kind == ("session_lost" if key is None else "forbidden")
+            assert (late.status, late.error_info().kind) == (
+                (404, "session_lost") if key is None else (401, "forbidden")
+            )
+            late = await home.books.request("POST", "/add", body={"n": 1}, headers={TOOLS: credential})
+            assert late.status == 404
+            assert "this tools-only credential is not open here" in late.error_info().message, "it is void itself"
 
 
 @pytest.mark.promise("EP-19")

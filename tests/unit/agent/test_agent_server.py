@@ -45,10 +45,13 @@ async def test_the_same_activation_joins_the_running_one_and_is_replayed_after(m
     first = asyncio.create_task(house.activate(ASK))
     await gate.entered.wait()
     second = asyncio.create_task(house.activate(ASK))
-    other_body = await house.activate({"input": "other"})
-    next_one = await house.activate(ASK, number=2)
+    try:
+        async with asyncio.timeout(30):  # one that joined would wait for the gate
+            other_body = await house.activate({"input": "other"})
+            next_one = await house.activate(ASK, number=2)
+    finally:
+        gate.open.set()
     assert (other_body.status, next_one.status) == (409, 409)
-    gate.open.set()
     assert (await first).body == (await second).body == (await house.activate(ASK)).body
     assert len(house.model.bodies) == 1
 

@@ -252,5 +252,26 @@ async def test_a_connection_of_a_later_attempt_is_not_waited_for_beyond_the_budg
     replayer = Replayer(ReplayBounds(4, 3.0), clock=clock, pause=clock.pause, jitter=lambda: 1.0)
     exchange = Exchange("GET", Origin("http", "127.0.0.1:9"), "/", [], None, None, 5.0, 100)
     with pytest.raises(TransportError):
-        await replayer.send(Nowhere(), exchange, SAFE)
+        await replayer.send(Nowhere(), exchange, SAFE)  # type: ignore[arg-type]
     assert waits == pytest.approx([5.0, 2.9, 2.7, 2.3])
+
+
+@pytest.mark.promise("EP-7")
+@pytest.mark.parametrize("overrun", [0.0, 1e-6, 10.0])
+async def test_nothing_is_sent_after_a_pause_that_took_longer_than_what_was_left(clock: Clock, overrun: float) -> None:
+    sent: list[float] = []
+
+    class Nowhere:
+        async def send(self, exchange: Exchange) -> Reply:
+            sent.append(clock.now)
+            raise failure(Kind.TRANSPORT_UNREACHABLE, exchange, Delivery.NOT_SENT, "refused")
+
+    async def pause(seconds: float) -> None:
+        clock.now = 1003.0 + overrun if len(sent) == 2 else clock.now + seconds
+
+    replayer = Replayer(ReplayBounds(4, 3.0), clock=clock, pause=pause, jitter=lambda: 1.0)
+    exchange = Exchange("GET", Origin("http", "127.0.0.1:9"), "/", [], None, None, 5.0, 100)
+    with pytest.raises(TransportError) as caught:
+        await replayer.send(Nowhere(), exchange, SAFE)  # type: ignore[arg-type]
+    assert sent == pytest.approx([1000.0, 1000.1]), "the budget was over when the second pause was"
+    assert caught.value.attempts == 2

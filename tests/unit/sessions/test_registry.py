@@ -91,6 +91,23 @@ async def test_another_payload_or_a_seed_after_a_close_is_a_conflict() -> None:
 
 
 @pytest.mark.promise("EP-3")
+async def test_another_payload_or_token_during_the_seed_is_a_conflict_at_once() -> None:
+    house = House()
+    house.gate.clear()
+    seed = asyncio.create_task(house.seed(token="t"))
+    await house.allocating.wait()
+    try:
+        for payload, token in (("q", "t"), ("p", "u"), ("p", None)):
+            async with asyncio.timeout(30):  # one that joins would wait for the gate
+                with pytest.raises(Conflict, match="another payload"):
+                    await house.seed(payload=payload, token=token)
+    finally:
+        house.gate.set()
+    assert await seed == "reply 1"
+    assert house.allocated == 1
+
+
+@pytest.mark.promise("EP-3")
 async def test_the_second_close_gets_the_same_receipt_with_another_outcome() -> None:
     house = House()
     await house.seed()
