@@ -296,17 +296,16 @@ class _Audit:
             )
 
     async def _receipts(self, key: str) -> tuple[Receipt, ...] | None:
-        """Receipts of a retired capture, or those that its kept entries would have."""
+        """Receipts of a retired capture, or those that its kept entries would have; a copy says nothing more."""
+        found: Sequence[Receipt] | None = None
         if isinstance(self._store, ReceiptSource):
-            receipts = await self._store.receipts(key)
-            if receipts is not None:
-                return tuple(receipts)
-        if key in self._journal.receipts:
-            return self._journal.receipts[key]
+            found = await self._store.receipts(key)
+        if found is None:
+            found = self._journal.receipts.get(key)
         info = self._captures.get(key)
-        if info is not None and info.state != "retired" and isinstance(self._store, CaptureReader):
-            return receipts_of(await self._store.open_entries(key))
-        return None
+        if found is None and info is not None and info.state != "retired" and isinstance(self._store, CaptureReader):
+            found = receipts_of(await self._store.open_entries(key))
+        return None if found is None else tuple(dict.fromkeys(found))
 
     async def _evidence(self, key: str, where: str) -> None:
         if not isinstance(self._store, CaptureLister):

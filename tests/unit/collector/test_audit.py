@@ -17,6 +17,7 @@ from toprope.cli.audit import _verdict
 from toprope.collector.audit import AuditReport, audit
 from toprope.collector.settings import CaptureSettings, RunSettings
 from toprope.collector.summary import summarise, write_summary
+from toprope.correlation.ids import capture_key
 from toprope.errors.tree import ConfigError
 from toprope.results.layout import RunDir
 from toprope.testing.episodes import Run, collect_scripted, sample_calls
@@ -361,6 +362,68 @@ async def test_calls_under_a_key_that_was_never_dispatched_are_found(run_dir: Ru
 async def test_an_attempt_number_used_twice_is_found(run_dir: RunDir) -> None:
     edit(run_dir.journal, lambda lines: [*lines, next(line for line in lines if line["type"] == "dispatch")])
     assert "attempt_used_twice" in kinds(await prove(run_dir))
+
+
+@pytest.mark.promise("UX-5")
+async def test_a_row_that_was_journalled_for_the_other_file_is_found(run_dir: RunDir) -> None:
+    """A failure put among the results, or a result whose outcome says that it failed."""
+
+    def as_failure(lines: Rows) -> None:
+        next(line for line in lines if line["type"] == "outcome" and line["file"] == "results")["file"] = "failures"
+
+    edit(run_dir.journal, as_failure)
+    (breach,) = [each for each in (await prove(run_dir)).breaches if each.kind == "changed"]
+    assert breach.where.startswith("results.jsonl, line ")
+    assert breach.message.endswith("was written to failures.jsonl")
+
+
+async def journal_receipts(run_dir: RunDir, change: Callable[[Rows], Rows]) -> None:
+    """As for a source that keeps none: the journal has the receipts of every capture."""
+    store = SqliteStore(run_dir.capture_db)
+    lines = []
+    for key in (capture_key("run.0-0", 0), capture_key("run.1-0", 0), capture_key("run.2-0", 1)):
+        receipts = await store.receipts(key)
+        assert receipts
+        line = {"type": "receipts", "at": "2030-01-01T00:00:00+00:00", "key": key, "snapshot_id": "s", "version": 1}
+        lines.append({**line, "receipts": change(msgspec.to_builtins(receipts))})
+    await store.close()
+    with run_dir.journal.open("ab") as journal:
+        journal.write(b"".join(json.dumps(line).encode() + b"\n" for line in lines))
+
+
+@pytest.mark.promise("CP-17")
+async def test_receipts_that_a_source_gave_twice_count_once(run_dir: RunDir) -> None:
+    """Transports deliver at least once, and a row counts each call once."""
+    await journal_receipts(run_dir, lambda receipts: [*receipts, *receipts[:1]])
+    report = await audit(run_dir, None)
+    assert report.ok, report.breaches
+    assert (report.counts["proven"], report.counts["calls"], report.counts["sampled_tokens"]) == (3, 6, 12)
+
+
+@pytest.mark.promise("CP-17")
+async def test_a_call_whose_copies_differ_counts_as_one(run_dir: RunDir) -> None:
+    """It was set aside, and the named last call does not hang on it: the row trains and counts it once."""
+
+    def beside_a_conflict(rows: Rows) -> None:
+        for row in rows:
+            row["_ng_token_capture"]["n_calls"] += 1
+            row["_ng_token_capture"]["parent_link_failures"] = {"z": "conflict"}
+
+    edit(run_dir.results, beside_a_conflict)
+    rejournal(run_dir)
+    copy = {"model_call_id": "z", "parent_call_id": None, "prompt_len": 1, "chain_hash": "", "logprobs_hash": ""}
+    await journal_receipts(run_dir, lambda receipts: [*receipts, {**copy, "gen_len": 1}, {**copy, "gen_len": 2}])
+    report = await audit(run_dir, None)
+    assert not [each for each in report.breaches if each.kind != "changed"], report.breaches
+    assert report.counts["proven"] == 3
+
+
+@pytest.mark.promise("CP-17")
+async def test_a_receipt_too_few_or_too_many_is_found(run_dir: RunDir) -> None:
+    stranger = {"model_call_id": "stranger", "parent_call_id": None, "prompt_len": 1, "gen_len": 0}
+    stranger |= {"chain_hash": "", "logprobs_hash": ""}
+    await journal_receipts(run_dir, lambda receipts: [*receipts, stranger])
+    assert kinds(await audit(run_dir, None)) == {"calls_unaccounted_for"}
 
 
 async def test_a_damaged_middle_line_is_found_with_its_number(run_dir: RunDir) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -233,6 +234,44 @@ def test_what_a_call_sampled_after_the_last_one_is_not_left_out() -> None:
     """A first prompt with an example in it, and a call that samples just that example afterwards."""
     entries = [entry("c1", [1, 2, 3], [4], None, ROOT), entry("c2", [1], [2], None, ROOT)]
     assert proof_of(go(build, entries, explicit="c1"), entries) == []
+
+
+def _context(row: Row, at: int) -> Row:
+    """The row with one of its generations as mere context, and everything that counts it adjusted."""
+    _unbundle(at)(row)
+    return row
+
+
+def found(row: Row, receipts: Any) -> set[str]:
+    return {breach.kind for breach in check_row_against_receipts(row, receipts)}
+
+
+def test_a_call_that_the_record_links_to_the_last_one_is_left_out_though_it_was_stored_after_it() -> None:
+    """Writes may overtake each other: the order of receipts is that of their puts."""
+    c1, c2, c3 = linear()
+    assert found(items_row(), receipts_of([c3, c2, c1])) == set()
+    for at in (0, 1):
+        assert found(_context(items_row(), at), receipts_of([c3, c2, c1])) == {"left_out"}
+
+
+def test_a_call_stored_before_the_last_one_is_left_out_though_the_record_does_not_link_them() -> None:
+    """A record whose parent was not told, or was taken away, still has the ids."""
+    alone = [replace(each, parent_call_id=None) for each in linear()]
+    assert found(items_row(), receipts_of(alone)) == set()
+    for at in (0, 1):
+        assert found(_context(items_row(), at), receipts_of(alone)) == {"left_out"}
+        # Stored after it and not linked, it may have sampled by chance what stood in the prompt.
+        assert found(_context(items_row(), at), receipts_of([alone[2], *alone[:2]])) == set()
+
+
+def test_a_span_of_a_twin_that_another_trace_owns_is_proven() -> None:
+    entries = [
+        *(entry(name, [1], [2], None, ROOT) for name in "ab"),
+        *(entry(name, [1, 2, at], [9], via, NEXT) for name, via, at in (("x", "a", 3), ("y", "b", 4))),
+    ]
+    built = go(build, entries, explicit="y", deliver="all_chains")
+    assert [int(each.loss_mask.sum()) for each in built.traces] == [2, 1]
+    assert proof_of(built, entries) == []
 
 
 def test_half_a_generation_in_the_loss_is_named() -> None:
