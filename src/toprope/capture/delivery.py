@@ -97,7 +97,7 @@ async def finalize_rollout_token_capture(
     key = "the row"
     try:
         response = row.get("response")
-        if "failure_kind" in row or (isinstance(response, Mapping) and _carries_tokens(row, response)):
+        if row.get("failure_kind") or (isinstance(response, Mapping) and _carries_tokens(row, response)):
             return None
         try:
             key = _key_of(row)
@@ -268,14 +268,14 @@ def _understood(snapshot: Any, key: str) -> TokenCaptureSnapshot:
     """
     if snapshot.rollout_id != key:
         raise ValueError(f"the source answered for {snapshot.rollout_id!r}")
-    for name, kind, expected in (
-        ("snapshot_id", str, "a string"),
-        ("version", int, "an integer"),
-        ("incomplete", bool | int | np.bool_, "true or false"),
+    version = snapshot.version
+    for name, fits, expected in (
+        ("snapshot_id", isinstance(snapshot.snapshot_id, str), "a string"),
+        ("version", _counts(version), "an integer of at least 0"),
+        ("incomplete", isinstance(snapshot.incomplete, bool | int | np.bool_ | np.integer), "true or false"),
     ):
-        value = getattr(snapshot, name)
-        if not isinstance(value, kind) or (name == "version" and isinstance(value, bool)):
-            raise ValueError(f"the source's snapshot has {name} {value!r}, expected {expected}")
+        if not fits:
+            raise ValueError(f"the source's snapshot has {name} {getattr(snapshot, name)!r}, expected {expected}")
     told = getattr(snapshot, "reasons", None) or ()
     told = (told,) if isinstance(told, str) else tuple(told)
     if not all(isinstance(reason, str) for reason in told):
@@ -294,9 +294,14 @@ def _understood(snapshot: Any, key: str) -> TokenCaptureSnapshot:
         entries=tuple(entries),
         incomplete=bool(snapshot.incomplete) or bool(lost),
         snapshot_id=snapshot.snapshot_id,
-        version=snapshot.version,
+        version=int(version),
         reasons=(*told, *lost),
     )
+
+
+def _counts(version: Any) -> bool:
+    """Whether a source's version can be written into a row and be given back to it: a count, of numpy's too."""
+    return isinstance(version, int | np.integer) and not isinstance(version, bool) and 0 <= int(version) < 2**63
 
 
 def _name_of(entry: Any) -> str:

@@ -12,8 +12,9 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
-from toprope.tokens.entry import TokenEntry
+from toprope.tokens.entry import BadRecord, TokenEntry, as_ids, as_log_probs
 from toprope.tokens.items import is_model_authored
 from toprope.trajectory.trace import Trace
 
@@ -79,15 +80,43 @@ def usage(traces: Sequence[Trace], recorded: Any) -> dict[str, Any]:
     }
 
 
-def is_native(output: Any) -> bool:
-    """Whether a row's output carries ids of its own: a generated id in a whole triple, and no part of one elsewhere.
+def read_triple(item: Any) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.float64]] | None:
+    """The prompt ids, generated ids and logprobs that an output item carries, of shapes (P,), (G,), (G,); None if none.
 
-    Triples that are all empty lists are a client's defaults: they name no token.
+    Raises `BadRecord`, `TypeError`, `ValueError` or `OverflowError` for a part of a triple, lists of other things than
+    ids and logprobs, an empty prompt before a generation, and lengths that differ.
     """
-    items = [item for item in output if isinstance(item, Mapping)] if isinstance(output, list) else []
-    counts = [sum(item.get(name) is not None for name in TRIPLE) for item in items]
-    whole = all(count in (0, len(TRIPLE)) for count in counts)
-    return whole and any(item.get("generation_token_ids") for item in items)
+    present = [name for name in TRIPLE if isinstance(item, Mapping) and item.get(name) is not None]
+    if not present:
+        return None
+    if len(present) < len(TRIPLE):
+        raise ValueError(f"half a bundle: only {', '.join(present)}")
+    prompt, generated = as_ids(item[TRIPLE[0]], TRIPLE[0]), as_ids(item[TRIPLE[1]], TRIPLE[1])
+    log_probs = as_log_probs(numbers(item[TRIPLE[2]], TRIPLE[2]))
+    if len(generated) != len(log_probs):
+        raise ValueError(f"{len(generated)} generated ids but {len(log_probs)} logprobs")
+    if len(generated) and not len(prompt):
+        raise ValueError(f"{len(generated)} generated ids after no prompt")
+    return prompt, generated, log_probs
+
+
+def numbers(values: Any, name: str) -> Any:
+    """`values`, a JSON list of numbers. Raises `TypeError` where a reader would convert: texts, booleans, null."""
+    if not isinstance(values, list) or not set(map(type, values)) <= {int, float}:
+        raise TypeError(f"{name} must be a list of numbers")
+    return values
+
+
+def is_native(output: Any) -> bool:
+    """Whether a row's output carries ids of its own: a generation in a triple that reads, and none that does not.
+
+    Triples that are all empty lists are a client's defaults: they name no token. Linear in the ids that stand there.
+    """
+    try:
+        triples = [read_triple(item) for item in output] if isinstance(output, list) else []
+    except (BadRecord, TypeError, ValueError, OverflowError):
+        return False
+    return any(triple is not None and len(triple[1]) for triple in triples)
 
 
 def holds_traces(response: Mapping[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from toprope.tokens.entry import BadRecord, as_ids, as_log_probs
 from toprope.tokens.hashing import ChainHash, begins_with, logprobs_hash
 from toprope.tokens.snapshot import Receipt
-from toprope.trajectory.project import TRACES, TRIPLE
+from toprope.trajectory.project import TRACES, numbers, read_triple
 
 _ROLES = ("terminal", "sub_agent", "before_compaction", "abandoned_retry")
 _UNNAMED = "only_chain"
@@ -185,22 +185,11 @@ class _Check:
             self._sequences.append(_Sequence(before, in_loss, last, where))
 
     def _bundle(self, item: Any, at: str) -> tuple[NDArray[np.uint32], NDArray[np.uint32], NDArray[np.float64]] | None:
-        present = [name for name in TRIPLE if isinstance(item, Mapping) and item.get(name) is not None]
-        if not present:
-            return None
-        if len(present) < len(TRIPLE):
-            self.say("malformed", at, f"half a bundle: only {', '.join(present)}")
-            return None
         try:
-            prompt, generated = as_ids(item[TRIPLE[0]], TRIPLE[0]), as_ids(item[TRIPLE[1]], TRIPLE[1])
-            log_probs = as_log_probs(_numbers(item[TRIPLE[2]], TRIPLE[2]))
+            return read_triple(item)
         except (BadRecord, TypeError, ValueError, OverflowError) as error:
             self.say("malformed", at, str(error))
             return None
-        if len(generated) != len(log_probs):
-            self.say("malformed", at, f"{len(generated)} generated ids but {len(log_probs)} logprobs")
-            return None
-        return prompt, generated, log_probs
 
     def _sampled(self, state: ChainHash, prompt_len: int, log_probs: NDArray[np.float64], at: str) -> str | None:
         """The call that sampled this, used up now; None if none did."""
@@ -232,7 +221,7 @@ class _Check:
         try:
             ids = as_ids(trace["token_ids"], "token_ids")
             outside = _bits(trace["loss_mask"], "loss_mask", len(ids))
-            log_probs = as_log_probs(_numbers(trace["logprobs"], "logprobs"))
+            log_probs = as_log_probs(numbers(trace["logprobs"], "logprobs"))
             stretches = _stretches(trace["spans"], trace["call_ids"])
             _form(trace, len(ids))
         except (BadRecord, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -287,13 +276,6 @@ class _Check:
             self.say("sampled_twice", at, f"call {call_id} is trained on more than once")
         else:
             self._used.add(call_id)
-
-
-def _numbers(values: Any, name: str) -> Any:
-    """`values`, a JSON list of numbers. Raises `TypeError` where a reader would convert: texts, booleans, null."""
-    if not isinstance(values, list) or not set(map(type, values)) <= {int, float}:
-        raise TypeError(f"{name} must be a list of numbers")
-    return values
 
 
 def _bits(values: Any, name: str, size: int) -> NDArray[np.bool_]:

@@ -8,6 +8,7 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.unit.trajectory.cases import NEXT, ROOT, linear
 from tests.unit.trajectory.golden import entry
@@ -137,6 +138,14 @@ async def test_a_native_row_is_left_alone_and_its_capture_is_retired_as_redundan
 
 async def test_a_failure_row_is_not_built() -> None:
     assert await finalize_rollout_token_capture(a_row(failure_kind="agent_failed"), await a_store(linear())) is None
+
+
+@pytest.mark.promise("CP-11")
+@pytest.mark.parametrize("kind", [None, ""])
+async def test_a_row_whose_failure_is_null_is_no_failure_row(kind: str | None) -> None:
+    """Left alone it would train on nothing, or on what the agent made up, and its capture would go as redundant."""
+    delivered = await finalize(a_row(failure_kind=kind), await a_store(linear()))
+    assert delivered["metrics"]["format"] == "items"
 
 
 @pytest.mark.promise("CP-11")
@@ -403,8 +412,7 @@ class Opaque:
 @pytest.mark.promise("CP-11")
 async def test_a_response_of_a_kind_never_seen_masks() -> None:
     row = a_row()
-    row["response"]["output"] = [{**said("x"), "prompt_token_ids": [1], "generation_log_probs": [-1.0]}]
-    row["response"]["output"][0]["generation_token_ids"] = Opaque()
+    row["response"]["usage"] = {"input_tokens_details": Opaque()}
     delivered = await finalize(row, await a_store(linear()))
     assert delivered["metrics"]["mask_reasons"] == ["source_failed"]
     assert "ArithmeticError" in delivered["error"]
@@ -437,6 +445,11 @@ async def test_what_is_no_delivery_retires_nothing_and_raises_nothing(built: Any
         ({"snapshot_id": None}, "snapshot_id None, expected a string"),
         ({"snapshot_id": 7}, "snapshot_id 7, expected a string"),
         ({"version": "1"}, "version '1', expected an integer"),
+        ({"version": np.bool_(True)}, f"version {np.True_!r}, expected an integer of at least 0"),
+        ({"version": -1}, "version -1, expected an integer of at least 0"),
+        ({"version": np.int64(-1)}, f"version {np.int64(-1)!r}, expected an integer of at least 0"),
+        ({"version": 2**63}, f"version {2**63}, expected an integer of at least 0"),
+        ({"version": 1.0}, "version 1.0, expected an integer"),
         ({"version": None}, "version None, expected an integer"),
         ({"version": True}, "version True, expected an integer"),
         ({"incomplete": "false"}, "incomplete 'false', expected true or false"),
@@ -453,6 +466,48 @@ async def test_a_snapshot_that_could_not_be_retired_or_read_is_masked_with_what_
     delivered = await finalize(a_row(), Foreign(snapshot))
     assert delivered["metrics"]["mask_reasons"] == ["source_failed"]
     assert said in delivered["error"]
+
+
+@pytest.mark.parametrize("version", [0, np.int64(3), np.uint32(3)])
+async def test_a_count_of_numpys_is_a_version_and_retires(version: Any) -> None:
+    """A source that keeps its counts in arrays; the row is JSON, and gives back a plain one."""
+    snapshot = ForeignSnapshot("r", [*linear()])
+    vars(snapshot).update(version=version, incomplete=np.int64(0))
+    source = Foreign(snapshot)
+    delivered = await finalize(a_row(), source)
+    assert delivered["mask_sample"] is False
+    assert type(delivered["metrics"]["version"]) is int
+    json.dumps(swap_into(a_row(), delivered))
+    assert await retire_rollout_token_capture("r", source, delivered) is True
+    assert source.dropped == (snapshot.snapshot_id, version)
+
+
+@pytest.mark.promise("CP-11")
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"generation_token_ids": "abc"},
+        {"generation_log_probs": []},
+        {"generation_log_probs": [-0.1, -0.1]},
+        {"generation_log_probs": [-9999.0]},
+        {"generation_log_probs": [None]},
+        {"generation_token_ids": [-2]},
+        {"generation_token_ids": [[2]]},
+        {"generation_token_ids": {"0": 2}},
+        {"prompt_token_ids": []},
+        {"prompt_token_ids": "1"},
+    ],
+)
+async def test_ids_of_the_agents_own_that_do_not_read_are_not_left_in_the_row(wrong: dict[str, Any]) -> None:
+    row = a_row()
+    own = {"prompt_token_ids": [1], "generation_token_ids": [2], "generation_log_probs": [-0.1]}
+    row["response"]["output"] = [{**said("x"), **own}, {**said("y"), **own, **wrong}]
+    rebuilt = await finalize(row, await a_store(linear()))
+    assert rebuilt["metrics"]["format"] == "items"
+    masked = await finalize(row, await a_store([]))
+    assert masked["mask_sample"] is True
+    assert masked["metrics"]["mask_reasons"] == ["no_generation"]
+    assert "generation_token_ids" not in json.dumps(swap_into(row, masked))
 
 
 async def test_a_source_that_freezes_to_nothing_masks_and_retires_nothing() -> None:
