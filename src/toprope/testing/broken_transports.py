@@ -1,51 +1,24 @@
 """Transports that break one promise each, as real ones have: what the conformance suite must catch.
 
 Each is one of our stores with one fault, so that nothing else is wrong with it: the sqlite store, or where one process
-is enough the one in memory. Never use them for anything else.
+is enough the one in memory. Those that break a capture's life stand in `broken_custody`; `BROKEN` lists all. Never use
+them for anything else.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
-from toprope.capture.epochs import WriterEpochs
 from toprope.capture.memory_store import MemoryStore
 from toprope.capture.protocols import BeginAck, Intent, JournalledCall, PutAck
 from toprope.capture.sqlite_store import SqliteStore
+from toprope.testing.broken_custody import BROKEN_CUSTODY
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.snapshot import Receipt, TokenCaptureSnapshot
-
-
-class MemoryOnly(SqliteStore):
-    """Claims to be durable; what a process put is gone when it is killed, as if it stood in that process's memory."""
-
-    def __init__(self, path: str | Path) -> None:
-        super().__init__(path)
-        self._place = self.path.with_name(self.path.name + ".memory")
-        self._owner = f"{os.getpid()}-{id(self):x}"
-        self._alive = WriterEpochs(self._place / "alive")
-
-    async def put(self, entry: TokenEntry) -> PutAck:
-        self._alive.hold(self._owner)
-        with (self._place / f"{self._owner}.keys").open("a") as file:
-            file.write(entry.rollout_id + "\n")
-        return await super().put(entry)
-
-    async def freeze(self, rollout_id: str) -> TokenCaptureSnapshot:
-        for keys in self._place.glob("*.keys"):
-            if rollout_id in keys.read_text().split() and not self._alive.is_live(keys.stem):
-                await super().supersede(rollout_id)
-        return await super().freeze(rollout_id)
-
-    async def close(self) -> None:
-        (self._place / f"{self._owner}.keys").unlink(missing_ok=True)
-        self._alive.close()
-        await super().close()
 
 
 class NoTombstone(SqliteStore):
@@ -237,7 +210,6 @@ class NeedsItsLastLine(SqliteStore):
 
 
 BROKEN: dict[type[SqliteStore | MemoryStore], str] = {
-    MemoryOnly: "what_was_acknowledged_survives_the_death_of_its_process",
     NoTombstone: "a_dropped_rollout_stays_gone",
     AppendsEveryPut: "the_same_put_twice_is_one_entry",
     LosesIntents: "an_open_intent_masks_and_a_put_satisfies_it",
@@ -254,5 +226,6 @@ BROKEN: dict[type[SqliteStore | MemoryStore], str] = {
     ReceiptsOfNothing: "receipts_outlive_the_payload",
     NeverWaits: "settle_waits_for_what_is_in_flight",
     NeedsItsLastLine: "a_torn_last_write_takes_nothing_along",
+    **BROKEN_CUSTODY,
 }
 """Each broken transport with the one check that fails it."""

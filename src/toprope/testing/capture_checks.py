@@ -291,7 +291,7 @@ async def a_put_racing_freeze_is_in_or_makes_the_pair_stale(connect: Connect, sc
 
 async def many_writers_lose_nothing(connect: Connect, scale: Scale) -> None:
     async with client(connect) as one, client(connect) as other:
-        key, calls = new_key(), max(4, scale.entries // scale.writers)
+        key, calls = new_key(), max(16, scale.entries // scale.writers)
 
         done = [0] * scale.writers
         when_the_first_ended: list[int] = []

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from toprope.capture.protocols import AbortingSink, CallJournal, SupersedingSource
 from toprope.testing.capture_endpoints import Endpoints, OtherProcess
 from toprope.testing.capture_kit import (
     Connect,
@@ -22,7 +23,11 @@ from toprope.testing.capture_kit import (
     new_key,
     refused,
     sample_entry,
+    takes,
 )
+
+_SETTLE_S = 10.0
+"""Seconds that `settle` may take to see that a writer is dead: only a transport that never sees it waits so long."""
 
 
 async def what_another_process_puts_is_visible_at_once(connect: Connect, scale: Scale) -> None:
@@ -75,6 +80,60 @@ async def a_tombstone_survives_the_death_of_its_process(connect: Connect, scale:
         await refused(
             after.sink.put(sample_entry(key, "c2")), "a rollout came back after the process that retired it died"
         )
+
+
+async def what_was_ended_stays_ended_after_a_death(connect: Connect, scale: Scale) -> None:
+    """A freeze, an abort and a key that was made new are as durable as a put."""
+    frozen, aborted, used = new_key(), new_key(), new_key()
+    async with client(connect) as before, _another(connect, before.sink) as there:
+        for key in (frozen, used):
+            await there.tell("put", key, "c1")
+        await there.tell("freeze", frozen)
+        seen = await before.source.freeze(frozen)
+        if isinstance(before.sink, AbortingSink):
+            await there.tell("begin", aborted, "c1")
+            await there.tell("abort", aborted, "c1")
+        if isinstance(before.source, SupersedingSource):
+            await there.tell("supersede", used)
+        await there.kill()
+    async with client(connect) as after:
+        demand(await after.source.freeze(frozen) == seen, "a snapshot went with the process that froze it")
+        await refused(after.sink.put(sample_entry(frozen, "c2")), "a frozen set was open again after a death")
+        if isinstance(after.sink, AbortingSink):
+            demand(not (await after.source.freeze(aborted)).incomplete, "an abort went with the process that made it")
+        if isinstance(after.source, SupersedingSource):
+            demand(await frozen_ids(after, used) == [], "what was set aside came back after a death")
+
+
+async def calls_of_dead_writers_are_settled_and_of_live_ones_not(connect: Connect, scale: Scale) -> None:
+    plain, streamed, retried, living = (new_key() for _ in range(4))
+    async with client(connect) as here:
+        if not takes(getattr(here.sink, "begin_call", None), "intent"):
+            raise Skipped("begin_call takes no intent: nothing says whose a call is")
+        settle = getattr(here.source, "settle", None)
+        async with _another(connect, here.sink) as there:
+            for key in (plain, streamed, retried, living):
+                intent = {"stream": key == streamed, "request_digest": "d", "writer_epoch": f"{plain}-writer"}
+                await there.tell("begin", key, "c1", intent=intent)
+            if isinstance(here.source, CallJournal):
+                live = [call.live for call in await here.source.begun_calls(plain)]
+                demand(live == [True], "the journal says that a live writer of another process is dead")
+            if settle is not None:
+                demand(await settle(plain, 0.05) is False, "settle does not wait for a call of another process")
+            seen = await here.source.freeze(living)
+            demand(seen.incomplete, "an open call of a live writer of another process was forgotten")
+            await there.kill()
+        await here.sink.put(sample_entry(retried, "c2"))
+        if settle is not None:
+            demand(await settle(plain, _SETTLE_S) is True, "settle waits for a writer that is dead")
+        demand(
+            (await here.source.freeze(streamed)).incomplete, "a streamed call that its writer died over is forgotten"
+        )
+        for key, what in ((plain, "alone"), (retried, "and was tried again")):
+            demand(
+                not (await here.source.freeze(key)).incomplete,
+                f"a call that was not streamed {what} counts as lost: its writer is dead, nobody had its reply",
+            )
 
 
 async def several_processes_write_one_rollout(connect: Connect, scale: Scale) -> None:

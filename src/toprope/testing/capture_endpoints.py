@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toprope.capture.bounds import within
+from toprope.capture.protocols import AbortingSink, Intent, SupersedingSource
 from toprope.errors.tree import ConfigError
 from toprope.launch.construct import build, find
 from toprope.launch.strict import Where
@@ -138,17 +139,27 @@ async def _serve(told: str) -> None:
     await transport.close()
 
 
-async def _do(transport: Transport, do: str, key: str, call_id: str, count: int = 1) -> None:
+async def _do(
+    transport: Transport, do: str, key: str, call_id: str, count: int = 1, intent: Mapping[str, Any] | None = None
+) -> None:
+    sink, source = transport.sink, transport.source
     if do == "put":
         for n in range(count):
-            await transport.sink.put(sample_entry(key, call_id if count == 1 else f"{call_id}{n}"))
+            await sink.put(sample_entry(key, call_id if count == 1 else f"{call_id}{n}"))
     elif do == "begin":
-        await transport.sink.begin_call(key, call_id)
+        begin: Any = sink.begin_call
+        await begin(key, call_id, **({"intent": Intent(**intent)} if intent is not None else {}))
     elif do == "mark":
-        await transport.sink.mark_incomplete(key, call_id)
+        await sink.mark_incomplete(key, call_id)
+    elif do == "abort" and isinstance(sink, AbortingSink):
+        await sink.abort_call(key, call_id, reason="client_gone")
+    elif do == "supersede" and isinstance(source, SupersedingSource):
+        await source.supersede(key)
+    elif do == "freeze":
+        await source.freeze(key)
     elif do == "retire":
-        snapshot = await transport.source.freeze(key)
-        if not await transport.source.drop(key, snapshot_id=snapshot.snapshot_id, version=snapshot.version):
+        snapshot = await source.freeze(key)
+        if not await source.drop(key, snapshot_id=snapshot.snapshot_id, version=snapshot.version):
             raise ConfigError("drop with the right pair fails")
 
 

@@ -100,6 +100,13 @@ async def settle_waits_for_what_is_in_flight(connect: Connect, scale: Scale) -> 
         demand(await settle(key, 0.05) is False, "settle says that nothing is in flight while a call is")
         settled, _ = await asyncio.gather(settle(key, _SETTLE_S), one.sink.put(sample_entry(key, "c1")))
         demand(settled is True, "settle does not notice that a call has ended")
+        if isinstance(one.sink, AbortingSink):
+            await begin(key, "c2")
+            await one.sink.abort_call(key, "c2", reason="client_gone")
+            demand(await settle(key, 0.05) is True, "settle waits for a call that was aborted")
+        await begin(key, "c3")
+        await one.source.freeze(key)
+        demand(await settle(key, 0.05) is True, "settle waits for a call of a rollout that is frozen")
 
 
 async def receipts_outlive_the_payload(connect: Connect, scale: Scale) -> None:

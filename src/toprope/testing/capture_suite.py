@@ -13,15 +13,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from toprope.testing import capture_answers as answers
 from toprope.testing import capture_checks as checks
 from toprope.testing import capture_deaths as deaths
+from toprope.testing import capture_keeping as keeping
+from toprope.testing import capture_marks as marks
 from toprope.testing import capture_reasons as told
 from toprope.testing.capture_kit import Check, Scale, Skipped
 from toprope.testing.capture_kit import Connect as Connect
 from toprope.testing.capture_kit import Nonconforming as Nonconforming
 from toprope.testing.capture_kit import Transport as Transport
 from toprope.testing.capture_kit import sample_entry as sample_entry
-from toprope.testing.capture_table import every_cell_of_the_table_holds
+from toprope.testing.capture_table import a_refusal_says_what_it_is, every_cell_of_the_table_holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,9 @@ async def _one(check: Check, connect: Connect, scale: Scale, failed: set[str]) -
 
 
 _VISIBLE = checks.put_is_visible_to_another_client_at_once
+_INTENT = checks.an_open_intent_masks_and_a_put_satisfies_it
+_GONE = checks.a_dropped_rollout_stays_gone
+_EMPTY = checks.an_unknown_key_freezes_to_nothing_for_good
 _SINGLE: tuple[Check, ...] = (
     _VISIBLE,
     checks.put_survives_the_client,
@@ -88,6 +94,15 @@ _SINGLE: tuple[Check, ...] = (
     told.a_reply_that_was_fetched_again_was_read,
     told.the_pair_of_another_snapshot_drops_nothing,
     told.settle_waits_for_what_is_in_flight,
+    marks.a_mark_is_never_taken_back,
+    marks.a_lost_call_is_named,
+    marks.what_is_set_aside_keeps_its_marks,
+    answers.begin_and_put_say_what_the_key_holds,
+    answers.entries_are_read_in_the_order_of_their_arrival,
+    answers.a_dropped_payload_is_not_read_again,
+    answers.every_capture_is_listed,
+    keeping.keys_that_look_alike_do_not_meet,
+    a_refusal_says_what_it_is,
 )
 """One promise each; the others build on them."""
 
@@ -102,10 +117,16 @@ CHECKS: tuple[Check, ...] = (
     told.receipts_outlive_the_payload,
     checks.a_swept_rollout_stays_closed,
     checks.reading_leaves_no_trace,
+    keeping.a_sweep_takes_nothing_but_tombstones,
+    keeping.an_earlier_attempt_stays_out,
+    keeping.a_discard_takes_what_it_was_told_and_no_live_one,
+    keeping.two_at_once_agree,
     deaths.what_another_process_puts_is_visible_at_once,
     deaths.what_was_acknowledged_survives_the_death_of_its_process,
     deaths.an_intent_survives_the_death_of_its_process,
     deaths.a_tombstone_survives_the_death_of_its_process,
+    deaths.what_was_ended_stays_ended_after_a_death,
+    deaths.calls_of_dead_writers_are_settled_and_of_live_ones_not,
     deaths.several_processes_write_one_rollout,
     deaths.a_torn_last_write_takes_nothing_along,
 )
@@ -128,17 +149,59 @@ NEEDS: dict[Check, tuple[Check, ...]] = {
         checks.superseding_sets_aside_and_mixes_nothing,
     ),
     told.settle_waits_for_what_is_in_flight: (_VISIBLE, checks.an_open_intent_masks_and_a_put_satisfies_it),
+    marks.a_mark_is_never_taken_back: (_VISIBLE, _INTENT, checks.other_bytes_under_a_call_id_mask_the_rollout),
+    marks.a_lost_call_is_named: (_VISIBLE, _INTENT, told.a_mark_keeps_its_reason),
+    marks.what_is_set_aside_keeps_its_marks: (
+        _VISIBLE,
+        _INTENT,
+        _GONE,
+        checks.superseding_sets_aside_and_mixes_nothing,
+        marks.a_lost_call_is_named,
+    ),
+    answers.begin_and_put_say_what_the_key_holds: (_VISIBLE, _INTENT, checks.the_same_put_twice_is_one_entry),
+    answers.entries_are_read_in_the_order_of_their_arrival: (_VISIBLE,),
+    answers.a_dropped_payload_is_not_read_again: (_GONE,),
+    answers.every_capture_is_listed: (_VISIBLE, _INTENT, _GONE, _EMPTY, marks.a_lost_call_is_named),
+    keeping.keys_that_look_alike_do_not_meet: (_VISIBLE,),
     every_cell_of_the_table_holds: _SINGLE,
+    keeping.a_sweep_takes_nothing_but_tombstones: (
+        _VISIBLE,
+        _INTENT,
+        _GONE,
+        _EMPTY,
+        marks.what_is_set_aside_keeps_its_marks,
+    ),
+    keeping.an_earlier_attempt_stays_out: (_VISIBLE, _INTENT, _GONE, checks.a_swept_rollout_stays_closed),
+    keeping.a_discard_takes_what_it_was_told_and_no_live_one: (_VISIBLE, _INTENT, _GONE),
+    keeping.two_at_once_agree: (
+        _VISIBLE,
+        _GONE,
+        checks.the_same_put_twice_is_one_entry,
+        checks.a_mark_after_freeze_makes_the_old_pair_useless,
+    ),
     checks.a_put_racing_freeze_is_in_or_makes_the_pair_stale: (
         _VISIBLE,
         checks.a_mark_after_freeze_makes_the_old_pair_useless,
     ),
     checks.many_writers_lose_nothing: (_VISIBLE,),
-    checks.a_deep_chain_comes_back_whole: (_VISIBLE,),
+    checks.a_deep_chain_comes_back_whole: (_VISIBLE, answers.entries_are_read_in_the_order_of_their_arrival),
     told.receipts_outlive_the_payload: (_VISIBLE, checks.a_dropped_rollout_stays_gone),
     deaths.what_another_process_puts_is_visible_at_once: (_VISIBLE,),
     deaths.an_intent_survives_the_death_of_its_process: (checks.an_open_intent_masks_and_a_put_satisfies_it,),
     deaths.a_tombstone_survives_the_death_of_its_process: (checks.a_dropped_rollout_stays_gone,),
+    deaths.what_was_ended_stays_ended_after_a_death: (
+        _VISIBLE,
+        checks.an_aborted_intent_does_not_mask,
+        checks.superseding_sets_aside_and_mixes_nothing,
+        deaths.what_was_acknowledged_survives_the_death_of_its_process,
+    ),
+    deaths.calls_of_dead_writers_are_settled_and_of_live_ones_not: (
+        _VISIBLE,
+        _INTENT,
+        checks.the_journal_tells_every_begun_call_in_order,
+        told.settle_waits_for_what_is_in_flight,
+        deaths.an_intent_survives_the_death_of_its_process,
+    ),
     deaths.several_processes_write_one_rollout: (_VISIBLE,),
     deaths.a_torn_last_write_takes_nothing_along: (deaths.what_was_acknowledged_survives_the_death_of_its_process,),
 }
