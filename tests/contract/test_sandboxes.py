@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.parts import needs
 from tests.unit.sandbox.docker_engine import running_engine
 
 from toprope.sandbox.bubblewrap import Bubblewrap
@@ -15,7 +15,7 @@ from toprope.sandbox.plain import PlainDirectory
 from toprope.sandbox.provider import SandboxProvider
 from toprope.testing.sandbox_suite import CHECKS, HELD, Check
 
-needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="the program bwrap is not installed")
+needs_bwrap = needs("bwrap")
 KINDS = [
     "directory",
     pytest.param("bubblewrap", marks=needs_bwrap),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections import defaultdict
@@ -12,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
+from tests.parts import needs, not_here
 
 ROOT = Path(__file__).parents[2]
 _WRITES = {"pwrite64", "write", "writev", "ftruncate"}
@@ -24,7 +23,7 @@ _RESULT = re.compile(r"= (?P<value>-?\d+)\S*( .*)?$")
 _PLACE = re.compile(r"^-?\d+<(?P<path>[^>]*)>")
 _NAMES = re.compile(r'"(?P<path>[^"]*)"')
 
-needs_strace = pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
+needs_strace = needs("strace")
 
 
 @dataclass(frozen=True)
@@ -115,11 +114,11 @@ def _holds(directory: Path, path: str) -> bool:
 
 
 def traced(trace: Path, program: Sequence[str], *options: str) -> subprocess.CompletedProcess[str]:
-    """Run a Python program under strace, with every watched call in `trace`. Skips where tracing is not permitted."""
+    """Run a Python program under strace, with every watched call in `trace`. Needs the permission to trace."""
     told = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     calls = ["-e", "trace=" + ",".join(WATCHED)]
     command = ["strace", "-f", "-y", "-s", "24", "-o", str(trace), *calls, *options, sys.executable, *program]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=told, check=False)
     if "ptrace" in ran.stderr and ran.returncode > 0:
-        pytest.skip("tracing is not permitted here")
+        not_here("tracing is not permitted here")
     return ran

@@ -12,6 +12,7 @@ import pytest
 from tests.crash.scenes import LATE, STORES, TURNS
 from tests.crash.syscalls import ROOT
 from tests.crash.test_delivery_kill import generated, state_of, whole_rows
+from tests.parts import not_here
 
 from toprope.capture.delivery import finalize_rollout_token_capture
 from toprope.results.layout import RunDir
@@ -28,7 +29,7 @@ def fill_up(what: str, how: str, store: str, tmp_path: Path) -> tuple[Path, str]
     if how == "full":
         may = ["unshare", "-rm", "sh", "-c", TMPFS, str(place)]
         if shutil.which("unshare") is None or subprocess.run([*may, "true"], capture_output=True).returncode:
-            pytest.skip("mounting a small file system is not permitted here")
+            not_here("mounting a small file system is not permitted here")
         program = [*may, *program]
     told = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, env=told, check=False)

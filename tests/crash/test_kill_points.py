@@ -30,8 +30,6 @@ async def test_a_process_killed_at_any_step_leaves_before_or_after(
         shutil.rmtree(copy, ignore_errors=True)
         return shutil.copytree(left_behind[store], copy)
 
-    if verb == "settle_dead_writers" and not hasattr(STORES[store](memory_dir), verb):
-        pytest.skip(f"the {store} store leaves it to freeze")
     before = await seen(store, fresh())
     assert before["k"][6] == (sample_entry("k", "c1"),)
     whole = ward.run("act", directory := fresh(), store=store, verb=verb)

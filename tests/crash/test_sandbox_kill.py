@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
@@ -19,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.parts import needs
 from tests.unit.sandbox.conftest import processes_with
 
 pytestmark = [
     pytest.mark.promise("EP-11"),
     pytest.mark.promise("EP-14"),
-    pytest.mark.skipif(shutil.which("bwrap") is None, reason="the program bwrap is not installed"),
+    needs("bwrap"),
 ]
 
 EPISODES = 2
