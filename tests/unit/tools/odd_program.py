@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 manner = sys.argv[1]
-answer = {"content": [{"type": "text", "text": "5"}]}
+answer: dict[str, Any] = {"content": [{"type": "text", "text": "5"}]}
 schemas: dict[str, Any] = {
     "a plain schema": {"type": "object", "properties": {"n": {"type": "integer"}}},
     "a costly schema": {"type": "object", "properties": {"n": {"type": "string", "pattern": "^(a+)+$"}}},
@@ -87,8 +87,8 @@ def call(number: Any) -> None:
 if manner == "early answer":
     send(id=1, result=answer)
 if manner.startswith("banner of"):
-    for line in range(int(manner.split()[-1])):
-        write(f"Welcome, line {line} " + "=" * 5000)
+    for welcome in range(int(manner.split()[-1])):
+        write(f"Welcome, line {welcome} " + "=" * 5000)
 for line in sys.stdin:
     asked = json.loads(line)
     number, method, given = asked.get("id"), asked.get("method"), asked.get("params") or {}
