@@ -20,8 +20,10 @@ from toprope.dialects.chat_parts import (
     plain_text,
     reasoning_text,
 )
+from toprope.dialects.chat_unread import may_hold_more, unread_of
 from toprope.dialects.pivot import without_token_fields
 from toprope.errors.tree import BadRequest
+from toprope.tokens.items import ABOUT_A_MESSAGE
 from toprope.wire.chat import ROLES
 from toprope.wire.fields import refuse
 from toprope.wire.responses import Item
@@ -54,7 +56,7 @@ def items_from_messages(
         if isinstance(content, str) and len(message) == 2 and role in _SPEAKERS:  # the common case, ten times as fast
             items.append({"type": "message", "role": role, "content": content})
         elif role == "assistant":
-            turn = items_from_assistant(message, place, id_seed=f"h{index}")
+            turn = _turn_of_history(message, place, id_seed=f"h{index}")
             open_calls.extend(item["call_id"] for item in turn if item.get("type") == "function_call")
             items.extend(turn)
         elif role in ("tool", "function"):
@@ -67,6 +69,26 @@ def items_from_messages(
         else:
             raise refuse(f"{place}.role", role, " or ".join((", ".join(ROLES[:-1]), ROLES[-1])))
     return tuple(items)
+
+
+def _turn_of_history(message: Mapping[str, Any], where: str, *, id_seed: str) -> list[Item]:
+    """One assistant message of history as items. What stands in fields that the items do not show, stays on a message.
+
+    An upstream that speaks Chat gets those fields as they are, so that lineage must see them: a client may keep what
+    was sampled in any of them. A field that says again what the items say is left out; programs add such copies.
+    """
+    turn = items_from_assistant(message, where, id_seed=id_seed)
+    if not may_hold_more(message):
+        return turn
+    unread = unread_of(message, turn)
+    place = next((at for at, item in enumerate(turn) if item["type"] == "message"), None)
+    if place is not None:
+        known = {k: v for k, v in turn[place].items() if k in ABOUT_A_MESSAGE}
+        turn[place] = {**known, **unread}
+    elif unread:
+        thoughts = sum(item["type"] == "reasoning" for item in turn)
+        turn.insert(thoughts, {**unread, "type": "message", "role": "assistant", "content": []})
+    return turn
 
 
 def items_from_assistant(message: Mapping[str, Any], where: str, *, id_seed: str) -> list[Item]:

@@ -1,15 +1,16 @@
 """Marks of conversation items: how lineage knows again what a policy wrote when a client sends it back.
 
 A mark names one model-authored item by digest of what it says (text, or tool name and the parsed argument value, since
-many programs re-serialise arguments) and by the ids that clients echo (tool-call id, item id). Two marks mean the same
-item when either agrees. Items are counted, not text blocks: a message in three parts is one item. Pure.
+many programs re-serialise arguments), by the ids that clients echo (tool-call id, item id), and by a digest of each
+field that we do not read: a thought may stand in any. Items are counted, not text blocks: a message in three parts is
+one item. Which of these vouches for what is decided in docs/decisions/0007-what-an-id-vouches-for.md. Pure.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from toprope.canonical.digest import digest_value
@@ -18,71 +19,124 @@ from toprope.canonical.json import NotJson, loads
 _TEXT_PARTS = frozenset({"output_text", "input_text", "text", "reasoning_text", "summary_text", "refusal"})
 _ID_FIELDS = ("call_id", "id")
 _THOUGHT = "reasoning:"
+_SEALED = "reasoning:-"
+"""How the mark of a thought without readable text begins: only its id, or a sealed form, came back."""
+_WORDS = ("message:", _THOUGHT)
+_REFERENCE = "item_reference:"
+_FIELD = "+"
+
+_OTHERS = ("user", "system", "developer", "tool", "function")
+"""Whose messages no policy wrote. Whoever speaks in a role that we do not know may be one."""
+
+TOOL_RESULTS = frozenset(
+    (
+        "function_call_output", "custom_tool_call_output", "computer_call_output", "local_shell_call_output",
+        "shell_call_output", "apply_patch_call_output", "tool_search_output", "mcp_approval_response",
+    )
+)  # fmt: skip
+"""The kinds of items that are results of tools, or of people, and no policy's."""
+
+ABOUT_A_MESSAGE = frozenset(
+    (
+        "type", "role", "content", "id", "uuid", "status", "name", "phase", "object", "model", "provider", "created",
+        "created_at", "timestamp", "usage", "cost", "index", "finish_reason", "stop_reason", "stop_sequence",
+        "container", "context_management", "logprobs", "cache_control", "prefix", "partial", "weight",
+    )
+)  # fmt: skip
+"""Fields of a message that are read already, or say when, by whom and at what price it was made: no words of a model.
+Text in any other field counts as the model's."""
+MOVED_FIELDS = "provider_specific_fields"
+"""Where LiteLLM puts fields that it does not know: they came as fields of the message, and count as such."""
+_ABOUT_A_PART = frozenset(("type", "text", "refusal", "id", "index", "logprobs", "cache_control", "citations"))
+_USUAL_PART = _ABOUT_A_PART | {"annotations"}
 
 
 def is_model_authored(item: Mapping[str, Any]) -> bool:
     """Whether a policy may have sampled this item.
 
-    Messages by role; results of tools (`*_output`) are not; whatever kind we do not know is, since an uncaptured
-    turn may hide in it. An assistant message that says nothing is none.
+    Messages by role; results of tools are not; whatever kind or role we do not know is, since an uncaptured turn may
+    hide in it. A message that says nothing, in its content or in any field that we do not read, is none.
     """
     kind = _kind(item)
     if kind == "message":
-        return item.get("role") in ("assistant", "model") and bool(_said(item.get("content")))
-    return not kind.endswith(("_output", "_approval_response"))
+        return item.get("role") not in _OTHERS and (bool(_said(item.get("content"))) or bool(_unread(item)))
+    return kind not in TOOL_RESULTS
 
 
 def item_digests(items: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
-    """One mark for each model-authored item, in order: `<kind>:<digest of content>:<digests of ids, joined by ,>`.
+    """One mark for each model-authored item, in order: `<kind>:<digest of content>:<digests joined by ,>`.
 
-    Equal items have equal marks in every dialect once converted. Use `CountedMarks` to compare.
+    The last part are digests of ids, and of the fields of a message that are not read, each with a `+` before it. The
+    content of a thought without text begins with `-`. Equal items have equal marks in every dialect once converted.
+    Use `CountedMarks` to compare.
     """
-    return tuple(_mark(item) for item in items if is_model_authored(item))
+    return tuple(mark for item in items if (mark := _mark(item)) is not None)
 
 
 class CountedMarks:
     """A bag of marks that answers whether other marks all stand in it, each counted once.
 
-    Content is matched first and ids after, so that an item which keeps its id cannot stand in for a second one.
+    Content is matched first and ids after, so that an item which keeps its id cannot stand in for a second one. An id
+    vouches for a call, a reference, or a thought that came back without its text; never for words, which may be
+    others than were recorded. A field that is not read stands where an equal one does; one that is left out lacks
+    nothing.
     """
 
-    __slots__ = ("_by_content", "_by_id")
+    __slots__ = ("_by_content", "_by_id", "_fields")
 
     def __init__(self, marks: Iterable[str] = ()) -> None:
         self._by_content: dict[str, int] = {}
         self._by_id: dict[str, list[str]] = {}
+        self._fields: Counter[str] = Counter()
         self.add(marks)
 
     def add(self, marks: Iterable[str]) -> None:
         """Put marks in."""
         counts = self._by_content
         for mark in marks:
-            content, ids = _split(mark)
+            content, names = _split(mark)
             counts[content] = counts.get(content, 0) + 1
-            for each in ids:
-                self._by_id.setdefault(each, []).append(content)
+            for each in names:
+                if each.startswith(_FIELD):
+                    self._fields[each] += 1
+                else:
+                    self._by_id.setdefault(each, []).append(content)
 
     def missing(self, marks: Sequence[str]) -> tuple[str, ...]:
         """The marks of another origin: those that stand here neither by content nor by id."""
         used: Counter[str] = Counter()
         unmatched = []
         for mark in marks:
-            content, _ = _split(mark)
-            if used[content] < self._by_content.get(content, 0):
+            content, names = _split(mark)
+            if not self._hold_fields(names, used):
+                unmatched.append((mark, False))
+            elif used[content] < self._by_content.get(content, 0):
                 used[content] += 1
             else:
-                unmatched.append(mark)
-        return tuple(mark for mark in unmatched if not self._stands_by_id(mark, used))
+                unmatched.append((mark, True))
+        return tuple(mark for mark, open_ in unmatched if not (open_ and self._stands_by_id(mark, used)))
+
+    def _hold_fields(self, names: Sequence[str], used: Counter[str]) -> bool:
+        fields = [name for name in names if name.startswith(_FIELD)]
+        used.update(fields)
+        return all(used[each] <= self._fields[each] for each in fields)
 
     def _stands_by_id(self, mark: str, used: Counter[str]) -> bool:
-        thought = mark.startswith(_THOUGHT)
-        for each in _split(mark)[1]:
-            for content in self._by_id.get(each, ()):
-                # A reply and the reasoning before it may share an id; the one does not vouch for the other.
-                if content.startswith(_THOUGHT) == thought and used[content] < self._by_content[content]:
-                    used[content] += 1
+        content, names = _split(mark)
+        for each in names:
+            for held in self._by_id.get(each, ()):
+                if _vouches(held, content) and used[held] < self._by_content[held]:
+                    used[held] += 1
                     return True
         return False
+
+
+def _vouches(held: str, content: str) -> bool:
+    """Whether what was recorded as `held` may come back, under its id, as `content`, which is something else."""
+    if content.startswith(_SEALED):
+        # A reply and the reasoning before it may share an id; the one does not vouch for the other.
+        return held.startswith(_THOUGHT)
+    return content.startswith(_REFERENCE) or not (content.startswith(_WORDS) or held.startswith(_WORDS))
 
 
 class MarkBags:
@@ -121,22 +175,34 @@ def _split(mark: str) -> tuple[str, tuple[str, ...]]:
 
 def _names(mark: str) -> tuple[str, ...]:
     """All by which a mark is known again."""
-    content, ids = _split(mark)
-    return (content, *ids)
+    content, names = _split(mark)
+    return (content, *names)
 
 
-def _mark(item: Mapping[str, Any]) -> str:
+def _mark(item: Mapping[str, Any]) -> str | None:
+    """The mark of an item, None for one that no policy wrote."""
     kind = _kind(item)
-    ids = ",".join(_short(str(item[name])) for name in _ID_FIELDS if item.get(name))
-    return f"{kind}:{_content_digest(kind, item)}:{ids}"
+    fields: list[str] = []
+    if kind == "message":
+        if item.get("role") in _OTHERS:
+            return None
+        said, unread = _said(item.get("content")), _unread(item)
+        if not (said or unread):
+            return None
+        digest = value_mark(said)
+        fields = [_FIELD + value_mark(field)[:16] for field in unread]
+    elif kind in TOOL_RESULTS:
+        return None
+    else:
+        digest = _content_digest(kind, item)
+    ids = [_short(str(item[name])) for name in _ID_FIELDS if item.get(name)]
+    return f"{kind}:{digest}:{','.join(ids + fields)}"
 
 
 def _content_digest(kind: str, item: Mapping[str, Any]) -> str:
-    if kind == "message":
-        return value_mark(_said(item.get("content")))
     if kind == "reasoning":
-        content = item.get("content")
-        return value_mark(_said(content) or _said(item.get("summary")) or [item.get("encrypted_content")])
+        said = _said(item.get("content")) or _said(item.get("summary"))
+        return value_mark(said) if said else "-" + value_mark([item.get("encrypted_content")])
     if kind == "function_call":
         return value_mark([item.get("name"), _argument_value(item.get("arguments"))])
     volatile = {*_ID_FIELDS, "status"}
@@ -158,6 +224,41 @@ def _said(content: Any) -> list[Any]:
             others.append(part)
     text = "".join(texts)
     return ([text] if text else []) + others
+
+
+def _unread(item: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """The fields of a message and of its text parts, by name and value, that are not read and say something."""
+    content = item.get("content")
+    found = [] if item.keys() <= ABOUT_A_MESSAGE else list(_saying(item, ABOUT_A_MESSAGE))
+    for part in content if isinstance(content, list | tuple) else ():
+        if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS:
+            if part.get("annotations") or not part.keys() <= _USUAL_PART:
+                found.extend(_saying(part, _ABOUT_A_PART))
+            if "refusal" in part and part.get("text") and part["refusal"]:
+                found.append(("refusal", part["refusal"]))  # only the text of such a part is read
+    return found
+
+
+def _saying(fields: Mapping[str, Any], read: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    for name, value in fields.items():
+        if name == MOVED_FIELDS and isinstance(value, Mapping):
+            yield from _saying(value, read)
+        elif name not in read and says_something(value):
+            yield name, value
+
+
+def says_something(value: Any) -> bool:
+    """Whether a value holds any text or number, however deep; null, true, false and what is empty say nothing."""
+    rest = [value]
+    while rest:
+        each = rest.pop()
+        if isinstance(each, Mapping):
+            rest.extend(each.values())
+        elif isinstance(each, list | tuple):
+            rest.extend(each)
+        elif each is not None and each != "" and not isinstance(each, bool):
+            return True
+    return False
 
 
 def _argument_value(arguments: Any) -> Any:

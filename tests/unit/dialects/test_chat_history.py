@@ -142,7 +142,7 @@ _assistant = st.builds(
     _text,
     _text,
     st.lists(_text, max_size=3),
-)
+).filter(lambda turn: len(turn) > 2 or turn["content"])  # what says nothing joins the turn before it
 _other = st.builds(lambda role, text: {"role": role, "content": text}, st.sampled_from(["user", "system"]), _text)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from toprope.tokens.items import CountedMarks, MarkBags, is_model_authored, item_digests
+from toprope.tokens.items import TOOL_RESULTS, CountedMarks, MarkBags, is_model_authored, item_digests
 
 
 def call(arguments: Any, call_id: str = "c1", **more: Any) -> dict[str, Any]:
@@ -94,7 +94,73 @@ def test_the_id_of_a_thought_vouches_for_no_reply_and_the_reverse() -> None:
     thought = {"type": "reasoning", "id": "x1", "content": [{"type": "reasoning_text", "text": "hm"}]}
     assert CountedMarks(item_digests([thought])).missing(item_digests([said("made up", id="x1")]))
     assert CountedMarks(item_digests([said("hi", id="x1")])).missing(item_digests([thought]))
-    assert not CountedMarks(item_digests([thought])).missing(item_digests([{**thought, "content": "shortened"}]))
+
+
+def test_an_id_vouches_for_no_words_but_those_that_were_recorded() -> None:
+    thought = {"type": "reasoning", "id": "x1", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    assert not stands({**thought, "content": "hm, but a lost call went on"}, thought)
+    assert not stands(said("The answer is 42", id="m1"), said("The answer", id="m1"))
+    assert not stands(call("{}", id="m1"), said("The answer", id="m1"))
+    assert not stands({"type": "reasoning", "id": "m1", "summary": []}, said("The answer", id="m1"))
+    assert not stands(call("{}", "x1"), thought)
+    for sealed in ({"content": []}, {"content": None, "encrypted_content": "gAAA"}):
+        assert stands({**thought, **sealed}, thought)
+        assert stands({**thought, **sealed}, {**thought, "content": []})
+        assert not stands({**thought, **sealed}, {**thought, "id": "x2"})
+
+
+LOST = (
+    {"thinking": "LOST"},
+    {"reasoning_details": [{"type": "reasoning.text", "text": "LOST"}]},
+    {"audio": {"transcript": "LOST"}},
+    {"a_field_of_tomorrow": {"deep": [{"er": 42}]}},
+    {"tool_calls": [{"x": "LOST"}]},
+    {"provider_specific_fields": {"thinking": "LOST"}},
+)
+
+
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize("lost", LOST)
+def test_text_in_a_field_that_is_not_read_is_a_turn_of_somebody(lost: dict[str, Any]) -> None:
+    for message in (said("", **lost), said(None, **lost), said([{"type": "output_text", "text": "", **lost}])):
+        assert is_model_authored(message)
+        assert not stands(message)
+        assert not stands(message, said("x"), said(""))
+        assert stands(message, message)
+        assert not CountedMarks(item_digests([message])).missing([]), "what is left out lacks nothing"
+        assert len(CountedMarks(item_digests([message])).missing(item_digests([message, message]))) == 1
+    for message in (said("x", **lost), said([{"type": "text", "text": "x", **lost}])):
+        assert not stands(message, said("x"))
+        assert not stands(message, said("x", thinking="something else"))
+        assert stands(message, said("x", **lost))
+        assert stands(said("x"), message), "a client may leave it out"
+
+
+def test_a_part_that_is_text_and_refusal_hides_neither() -> None:
+    both = said([{"type": "refusal", "text": "x", "refusal": "LOST"}])
+    assert not stands(both, said("x"))
+    assert stands(both, both)
+    assert not stands(said([{"type": "output_text", "text": "x", "annotations": ["LOST"]}]), said("x"))
+
+
+def test_fields_about_a_message_are_no_words() -> None:
+    about = {"id": "m", "status": "completed", "name": "bot", "created_at": 1.5, "usage": {"output_tokens": 3}}
+    empty = {"audio": None, "tool_calls": [], "annotations": [], "prefix": True, "reasoning": {"a": [None, ""]}}
+    assert not is_model_authored(said("", **about, **empty))
+    assert stands(said("x", **about, **empty), said("x"))
+    parts = [{"type": "output_text", "text": "x", "annotations": [], "logprobs": [{"token": "x"}]}]
+    assert stands(said(parts), said("x"))
+
+
+def test_a_role_or_kind_that_is_not_known_may_be_a_policys() -> None:
+    for role in ("Assistant", "ai", "model", None, 1, ["assistant"]):
+        assert is_model_authored({"type": "message", "role": role, "content": "LOST"}), role
+    for kind in ("agent_output", "image_generation_call_output", "some_approval_response", "_output"):
+        assert is_model_authored({"type": kind, "text": "LOST"}), kind
+        assert not stands({"type": kind, "text": "LOST"}), kind
+    for kind in TOOL_RESULTS:
+        assert not is_model_authored({"type": kind, "output": "x"})
+        assert not item_digests([{"type": kind, "output": "x"}])
 
 
 def test_values_that_json_cannot_carry_still_have_marks() -> None:
@@ -104,9 +170,9 @@ def test_values_that_json_cannot_carry_still_have_marks() -> None:
 
 marks = st.builds(
     lambda kind, content, ids: f"{kind}:{content}:{','.join(ids)}",
-    st.sampled_from(["message", "reasoning"]),
-    st.sampled_from("abc"),
-    st.lists(st.sampled_from("xyz"), max_size=2, unique=True),
+    st.sampled_from(["message", "reasoning", "function_call", "item_reference"]),
+    st.sampled_from(["a", "b", "-c"]),
+    st.lists(st.sampled_from([*"xyz", "+f", "+g"]), max_size=3, unique=True),
 )
 bags = st.lists(st.lists(marks, max_size=4).map(tuple), max_size=6)
 

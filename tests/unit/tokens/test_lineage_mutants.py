@@ -112,11 +112,38 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if used[content] < self._by_content.get(content, 0):\n                used",
         "if self._by_content.get(content, 0):\n                used",
     ),
-    "a_thought_vouches_for_a_reply": ("items", "if content.startswith(_THOUGHT) == thought and used", "if used"),
+    "a_thought_vouches_for_a_reply": (
+        "items",
+        "or not (content.startswith(_WORDS) or held.startswith(_WORDS))",
+        "or not content.startswith(_WORDS)",
+    ),
+    "an_id_vouches_for_other_words": (
+        "items",
+        "or not (content.startswith(_WORDS) or held.startswith(_WORDS))",
+        "or content.startswith(_WORDS) == held.startswith(_WORDS)",
+    ),
+    "a_reply_vouches_for_a_thought_without_text": ("items", "return held.startswith(_THOUGHT)", "return True"),
     "items_of_unknown_kinds_are_nobodys": (
         "items",
-        'return not kind.endswith(("_output", "_approval_response"))',
-        'return kind in ("reasoning", "function_call")',
+        "    elif kind in TOOL_RESULTS:\n",
+        '    elif kind not in ("reasoning", "function_call"):\n',
+    ),
+    "whatever_ends_like_a_result_is_one": (
+        "items",
+        "    elif kind in TOOL_RESULTS:\n",
+        '    elif kind.endswith(("_output", "_approval_response")):\n',
+    ),
+    "fields_that_are_not_read_not_compared": (
+        "items",
+        "if not self._hold_fields(names, used):",
+        "if False:",
+    ),
+    "fields_that_are_not_read_not_counted": ("items", "        used.update(fields)\n", ""),
+    "a_turn_in_another_field_alone_is_none": ("items", "if not (said or unread):", "if not said:"),
+    "fields_of_parts_not_read": (
+        "items",
+        "for part in content if isinstance(content, list | tuple) else ():",
+        "for part in ():",
     ),
     "arguments_not_compared": (
         "items",
