@@ -350,3 +350,19 @@ async def test_a_stream_says_the_same_however_it_is_cut(end: bytes, blank: bytes
         reply = httpx2.Response(200, content=pieces(size))
         events = mcp_http._Events(request, reply, mcp_http._Question(3), Trouble("theirs"), {})
         assert b"".join([piece async for piece in events]) == expected
+
+
+@pytest.mark.parametrize("way", ["json", "sse"])
+async def test_a_schema_whose_check_could_take_for_ever_is_not_checked_against(way: str) -> None:
+    text = {"type": "string", "pattern": "^(a+)+$"}
+    listing = {"tools": [{**TOOL, "outputSchema": {"type": "object", "properties": {"n": text}}}]}
+
+    async def lists(asked: Asked) -> None:
+        reply = result(asked.number, listing)
+        await asked.say(http("200 OK", reply) if way == "json" else EVENTS + event(reply))
+
+    async def answers(asked: Asked) -> None:
+        await asked.say(http("200 OK", result(asked.number, {**GOOD, "structuredContent": {"n": "b"}})))
+
+    async with serving(tools_list=lists, tools_call=answers) as server, opened(server) as access:
+        assert (await call(access)).text == "5"
