@@ -134,7 +134,8 @@ class Evidence:
 def read(rollout_id: str, entries: Iterable[TokenEntry]) -> Evidence:
     """Verify the records of one rollout. The result depends on the set of records, not on order or copies."""
     held, conflicts = _distinct(entries)
-    held = {entry.model_call_id: entry for entry in decide_deferred(held.values(), missing=bool(conflicts))}
+    decided = decide_deferred(held.values(), rollout_id, missing=bool(conflicts))
+    held = {entry.model_call_id: entry for entry in decided}
     evidence = Evidence(calls={}, aside=dict.fromkeys(sorted(conflicts), reasons.CONFLICT), conflicts=conflicts)
     ring = _rings(held)
     for call_id in _parents_first(held):

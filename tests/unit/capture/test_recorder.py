@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from toprope.capture.memory_store import MemoryStore
-from toprope.capture.protocols import Intent
+from toprope.capture.protocols import EntryConflict, Intent
 from toprope.capture.recorder import CallEvidence, Recorder
 from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.tree import CaptureClosed, CaptureError, ConfigError
@@ -189,6 +189,20 @@ async def test_the_strict_option_fails_the_call_after_the_loss_is_durable(told: 
     assert (await store.freeze("k")).reasons == (f"{reason}:c1",)
 
 
+@pytest.mark.parametrize("how", ["mask", "fail"])
+async def test_a_call_that_contradicts_its_record_fails_where_the_option_is_strict(how: Any) -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store, on_capture_error=how)
+    await recorder.begin("k", "c1")
+    await recorder.record(evidence("c1"))
+    if how == "fail":
+        with pytest.raises(EntryConflict):
+            await recorder.record(evidence("c1", gen=(8, 8)))
+    else:
+        await recorder.record(evidence("c1", gen=(8, 8)))
+    assert (await store.freeze("k")).reasons == ("conflict:c1",)
+
+
 async def test_a_call_on_a_closed_capture_is_refused_before_it_is_sent() -> None:
     store = MemoryStore()
     recorder = Recorder(store, reader=store)
@@ -243,6 +257,33 @@ async def test_a_turn_kept_from_an_aborted_first_call_is_not_taken_for_a_root() 
     await recorder.begin("k", "c2")
     await recorder.record(evidence("c2", [user("hi"), assistant("half a turn"), user("go on")]))
     assert [e.parent_decision for e in (await store.freeze("k")).entries] == ["unresolved"]
+
+
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize("reason", ["client_gone", "upstream:transport_dropped", "writer_died", "lost:no_token_ids"])
+async def test_whatever_ended_a_first_call_what_it_said_vouches_for_no_root(reason: str) -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store)
+    await recorder.begin("k", "c1")
+    await recorder.abort("k", "c1", reason, request_items=[user("hi")])
+    await recorder.begin("k", "c2")
+    await recorder.record(evidence("c2", KEPT))
+    assert [e.parent_resolution_reason for e in (await store.freeze("k")).entries] == ["unrecorded_turn"]
+
+
+@pytest.mark.promise("CP-9")
+async def test_what_another_worker_lost_meanwhile_is_seen_by_one_whose_first_call_is_open() -> None:
+    store = MemoryStore()
+    mine, other = Recorder(store, reader=store), Recorder(store, reader=store)
+    await mine.begin("k", "title")
+    await other.begin("k", "b1")
+    await other.abort("k", "b1", "client_gone", request_items=[user("hi")])
+    await mine.begin("k", "c2")
+    await mine.record(evidence("c2", KEPT))
+    await mine.record(evidence("title", [user("a title?")], prompt=(9,)))
+    built = build(await store.freeze("k"), terminal=TerminalWitnesses.naming(explicit="c2"))
+    assert isinstance(built, Masked)
+    assert "unrecorded_turn" in built.reasons
 
 
 class Silent(MemoryStore):
@@ -371,6 +412,37 @@ async def test_a_cancelled_caller_still_leaves_a_record(tmp_path: Path) -> None:
     await recorder.close()
     assert [e.model_call_id for e in await store.open_entries("k")] == ["c1"]
     await store.close()
+
+
+class Slow(MemoryStore):
+    """Its puts wait until they may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.may = asyncio.Event(), asyncio.Event()
+
+    async def put(self, entry: TokenEntry) -> Any:
+        self.begun.set()
+        await self.may.wait()
+        return await super().put(entry)
+
+
+async def test_a_recorder_closes_only_after_every_put_that_was_begun() -> None:
+    store = Slow()
+    recorder = Recorder(store, reader=store)
+    await recorder.begin("k", "c1")
+    call = asyncio.create_task(recorder.record(evidence("c1")))
+    await store.begun.wait()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    closing = asyncio.create_task(recorder.close())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not closing.done()
+    store.may.set()
+    await closing
+    assert [e.model_call_id for e in await store.open_entries("k")] == ["c1"]
 
 
 async def test_intents_carry_the_writer(tmp_path: Path) -> None:

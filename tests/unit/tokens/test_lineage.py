@@ -243,7 +243,7 @@ def test_a_deferred_first_call_with_model_turns_is_a_root_only_where_none_can_ha
     choice = ParentChoice("unresolved", None, told, ChainHash())
     shown = item_digests([item("u:hi"), item("a:shown"), item("u:go")])
     first = replace(entry_of("c1", [1], [2], [item("a:x")], choice), item_digests=shown)
-    assert [e.parent_decision for e in decide_deferred([first])] == [decision]
+    assert [e.parent_decision for e in decide_deferred([first], "r")] == [decision]
 
 
 def test_a_history_rebuilt_from_its_records_decides_the_same() -> None:
@@ -284,10 +284,34 @@ def test_deferred_decisions_are_made_at_freeze_and_clock_skew_never_invents_a_pa
     asked = item_digests([item("u:hi"), item("a:x")])
     c2 = replace(entry_of("c2", [1, 2, 3], [4], [item("a:y")], choice), created_at=2.0, item_digests=asked)
     for order in ([c1, c2], [c2, c1]):
-        decided = {e.model_call_id: e for e in decide_deferred(order)}
+        decided = {e.model_call_id: e for e in decide_deferred(order, "r")}
         assert (decided["c1"].parent_decision, decided["c2"].parent_call_id) == ("root", "c1")
-    skewed = {e.model_call_id: e for e in decide_deferred([c1, replace(c2, created_at=0.5)])}
+    skewed = {e.model_call_id: e for e in decide_deferred([c1, replace(c2, created_at=0.5)], "r")}
     assert [skewed[name].parent_call_id for name in ("c1", "c2")] == [None, None]
+
+
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize(
+    ("told", "harm"),
+    [
+        (told, harm)
+        for told in (DEFERRED, DEFERRED_ALL_TOLD)
+        for harm in ({"rollout_id": "other"}, {"chain_hash": "0" * 64}, {"cum_len": 9})
+    ],
+)
+def test_a_record_that_is_set_aside_vouches_for_no_turn_of_a_deferred_call(told: str, harm: dict[str, Any]) -> None:
+    choice = ParentChoice("unresolved", None, told, ChainHash())
+    kept = item_digests([item("u:hi"), item("a:LOST"), item("u:go")])
+    root = ParentChoice("root", None, "first_call", ChainHash.of([9]), item_digests=kept)
+    aside = replace(entry_of("c0", [9], [8], [item("a:LOST")], root), **harm)
+    first = replace(entry_of("c1", [1], [2], [item("a:x")], choice), created_at=1.0)
+    second = replace(entry_of("c2", [5, 6], [7], [item("a:y")], choice), created_at=2.0, item_digests=kept)
+    for order in ([aside, first, second], [second, first, aside]):
+        decided = {e.model_call_id: e for e in decide_deferred(order, "r")}
+        assert (decided["c1"].parent_decision, decided["c2"].parent_decision) == ("root", "unresolved")
+        assert decided["c0"] is aside
+    alone = {e.model_call_id: e for e in decide_deferred([aside, second], "r")}
+    assert alone["c2"].parent_decision == "unresolved", "a record is missing: what its call said may be kept here"
 
 
 def entry_of(

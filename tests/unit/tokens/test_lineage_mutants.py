@@ -73,6 +73,17 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "history.unseen = missing or entry.parent_resolution_reason != DEFERRED_ALL_TOLD",
         "history.unseen = False",
     ),
+    "records_of_other_rollouts_vouch": (
+        "lineage",
+        "if entry.rollout_id == rollout_id and _is_as_recorded(entry)]",
+        "if _is_as_recorded(entry)]",
+    ),
+    "damaged_records_vouch": (
+        "lineage",
+        "if entry.rollout_id == rollout_id and _is_as_recorded(entry)]",
+        "if entry.rollout_id == rollout_id]",
+    ),
+    "records_set_aside_are_not_missed": ("lineage", "    missing = missing or len(own) < len(held)\n", ""),
     "marks_not_counted_on_the_way_down": (
         "lineage",
         "if added is not None and not CountedMarks(node.own_output).missing(added):",
@@ -98,8 +109,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "deferred_calls_decided_as_they_come": (
         "lineage",
-        "sorted(held, key=lambda each: (each.created_at, each.model_call_id))",
-        "held",
+        "sorted(own, key=lambda each: (each.created_at, each.model_call_id))",
+        "own",
     ),
     "as_many_marks_are_the_same_marks": ("asked", "if at is earlier:", "if at.count == earlier.count:"),
     "only_the_last_addition_is_new": (
