@@ -23,9 +23,9 @@ from toprope.dialects.chat_parts import (
 from toprope.dialects.chat_unread import may_hold_more, unread_of
 from toprope.dialects.pivot import without_token_fields
 from toprope.errors.tree import BadRequest
-from toprope.tokens.items import ABOUT_A_MESSAGE
 from toprope.wire.chat import ROLES
 from toprope.wire.fields import refuse
+from toprope.wire.message_fields import ABOUT_A_MESSAGE
 from toprope.wire.responses import Item
 
 Message = dict[str, Any]

@@ -14,7 +14,7 @@ from typing import Any
 from toprope.canonical.json import NotJson, loads
 from toprope.dialects.chat_parts import plain_text
 from toprope.dialects.pivot import without_token_fields
-from toprope.tokens.items import ABOUT_A_MESSAGE, MOVED_FIELDS, says_something
+from toprope.wire.message_fields import ABOUT_A_MESSAGE, MOVED_FIELDS, says_something
 from toprope.wire.responses import Item
 
 _READ = ABOUT_A_MESSAGE | {"tool_calls"}

@@ -15,6 +15,7 @@ from typing import Any
 
 from toprope.canonical.digest import digest_value
 from toprope.canonical.json import NotJson, loads
+from toprope.wire.message_fields import ABOUT_A_MESSAGE, MOVED_FIELDS, says_something
 
 _TEXT_PARTS = frozenset({"output_text", "input_text", "text", "reasoning_text", "summary_text", "refusal"})
 _ID_FIELDS = ("call_id", "id")
@@ -36,17 +37,6 @@ TOOL_RESULTS = frozenset(
 )  # fmt: skip
 """The kinds of items that are results of tools, or of people, and no policy's."""
 
-ABOUT_A_MESSAGE = frozenset(
-    (
-        "type", "role", "content", "id", "uuid", "status", "name", "phase", "object", "model", "provider", "created",
-        "created_at", "timestamp", "usage", "cost", "index", "finish_reason", "stop_reason", "stop_sequence",
-        "container", "context_management", "logprobs", "cache_control", "prefix", "partial", "weight",
-    )
-)  # fmt: skip
-"""Fields of a message that are read already, or say when, by whom and at what price it was made: no words of a model.
-Text in any other field counts as the model's."""
-MOVED_FIELDS = "provider_specific_fields"
-"""Where LiteLLM puts fields that it does not know: they came as fields of the message, and count as such."""
 _ABOUT_A_PART = frozenset(("type", "text", "refusal", "id", "index", "logprobs", "cache_control", "citations"))
 _USUAL_PART = _ABOUT_A_PART | {"annotations"}
 
@@ -245,20 +235,6 @@ def _saying(fields: Mapping[str, Any], read: frozenset[str]) -> Iterator[tuple[s
             yield from _saying(value, read)
         elif name not in read and says_something(value):
             yield name, value
-
-
-def says_something(value: Any) -> bool:
-    """Whether a value holds any text or number, however deep; null, true, false and what is empty say nothing."""
-    rest = [value]
-    while rest:
-        each = rest.pop()
-        if isinstance(each, Mapping):
-            rest.extend(each.values())
-        elif isinstance(each, list | tuple):
-            rest.extend(each)
-        elif each is not None and each != "" and not isinstance(each, bool):
-            return True
-    return False
 
 
 def _argument_value(arguments: Any) -> Any:
