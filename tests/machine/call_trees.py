@@ -10,10 +10,12 @@ import random
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from tests.machine.recorders import Recorders
 
+from toprope.dialects.chat_history import items_from_messages
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.items import item_digests
 from toprope.tokens.lineage import LineageHistory, decide
@@ -34,6 +36,12 @@ class Turn:
     output: Items
     whole_path_recorded: bool
     recorded: bool = True
+    kept: Items | None = None
+
+    @property
+    def after(self) -> Items:
+        """The conversation as the agent keeps it, with what this call said; `kept` where it keeps that in its way."""
+        return self.kept if self.kept is not None else [*self.items, *self.output]
 
     @property
     def seen(self) -> list[int]:
@@ -68,6 +76,7 @@ class World:
         self.dice = random.Random(seed)
         self.recorders = recorders(self.dice) if recorders is not None else None
         self.overdue: list[Callable[[], None]] = []
+        self.late: list[Callable[[], None]] = []
         self.book = Book()
         self.turns: dict[str, Turn] = {}
         self.history = LineageHistory()
@@ -104,12 +113,13 @@ class World:
         for token, log_prob in zip(gen, log_probs, strict=True):
             self.book.sampled.setdefault(token, {})[call_id] = log_prob
         text = twin.output[0]["content"] if twin and twin.output else f"text of {call_id}"
-        output = [assistant(text)] if gen else []
+        output = [{**assistant(text), "id": f"msg_{call_id}"}] if gen else []
         turn = Turn(call_id, prompt, gen, items, output, sound)
         self.turns[call_id] = turn
         lost = about.pop("lose", False)
         if lost:
             turn.recorded = turn.whole_path_recorded = False
+            turn.kept = self.dice.choice(KEEPINGS)(items, text)
             self.book.lost.add(call_id)
         if self.recorders is not None:
             self._through(self.recorders, turn, dict(zip(gen, log_probs, strict=True)), **about)
@@ -145,9 +155,16 @@ class World:
         return turn
 
     def _through(self, recorders: Recorders, turn: Turn, sampled: dict[int, float], **about: Any) -> None:
+        late = about.pop("late", False)
         recorder = recorders.begin(turn.call_id)
         if turn.recorded:
-            recorders.record(recorder, turn.call_id, turn.items, turn.prompt, sampled, turn.output, **about)
+            record = partial(
+                recorders.record, recorder, turn.call_id, turn.items, turn.prompt, sampled, turn.output, **about
+            )
+            if late:
+                self.late.append(record)
+            else:
+                record()
             return
         self.overdue.append(lambda: recorders.lose(recorder, turn.call_id, turn.items))
         if self.dice.random() < 0.7:  # else its loss is noticed only after calls that came later
@@ -160,6 +177,8 @@ class World:
 
     def frozen(self) -> TokenCaptureSnapshot:
         self.settle()
+        for record in self.late:
+            record()
         if self.recorders is not None:
             return self.recorders.frozen()
         return TokenCaptureSnapshot("r", tuple(self.entries), bool(self.incomplete), "s", 1, tuple(self.incomplete))
@@ -174,8 +193,13 @@ class World:
         shown = [user("for example"), assistant("shown")] if self.dice.random() < 0.15 else []
         return self.call(self.given(self.dice.randint(1, 3)), [*shown, user("task")], sound=not shown, **about)
 
+    def aside(self) -> Turn:
+        """A call beside the conversation (a title) whose reply may come last of all."""
+        late = {"late": True} if self.recorders is not None else {}
+        return self.call(self.given(2), [user("a title?")], sound=True, **late)
+
     def go_on(self, turn: Turn, **about: Any) -> Turn:
-        items = [*turn.items, *turn.output, user(f"more {self._next}")]
+        items = [*turn.after, user(f"more {self._next}")]
         return self.call(
             turn.seen + self.given(self.dice.randint(0 if turn.gen else 1, 3)),
             items,
@@ -183,20 +207,26 @@ class World:
             **about,
         )
 
+    def carry_on(self, turn: Turn, **about: Any) -> Turn:
+        """What this call said was cut short: it is sent back as the end of the request, to be gone on with."""
+        if not turn.gen:
+            return self.go_on(turn, **about)
+        return self.call(turn.seen, turn.after, sound=turn.whole_path_recorded, **about)
+
     def again(self, turn: Turn, *, same: bool) -> Turn:
         """The same request once more."""
         return self.call(turn.prompt, turn.items, sound=turn.whole_path_recorded, twin=turn if same else None)
 
     def rewrite(self, turn: Turn) -> Turn:
         """The history goes back as text and comes out as other ids."""
-        items = [*turn.items, *turn.output, user("more")]
+        items = [*turn.after, user("more")]
         kept = turn.seen[: self.dice.randrange(len(turn.seen))]
         return self.call(kept + self.given(len(turn.seen) - len(kept) + 2), items, sound=False)
 
     def make_up(self, turn: Turn) -> Turn:
         """The harness writes a turn that nobody sampled."""
         made_up = assistant(f"I could not finish {self._next}.")
-        return self.call(turn.seen + self.given(3), [*turn.items, *turn.output, made_up, user("go on")], sound=False)
+        return self.call(turn.seen + self.given(3), [*turn.after, made_up, user("go on")], sound=False)
 
 
 def assistant(text: str) -> dict[str, Any]:
@@ -207,11 +237,51 @@ def user(text: str) -> dict[str, Any]:
     return {"type": "message", "role": "user", "content": text}
 
 
+def _extending(items: Items, text: str) -> Items:
+    """Joined to the turn before it, whose id stays."""
+    for at in range(len(items) - 1, -1, -1):
+        if items[at].get("role") == "assistant" and isinstance(items[at]["content"], str):
+            return [*items[:at], {**items[at], "content": f"{items[at]['content']} {text}"}, *items[at + 1 :]]
+    return [*items, assistant(text)]
+
+
+def _beside(items: Items, text: str) -> Items:
+    """In a field of the turn before it."""
+    for at in range(len(items) - 1, -1, -1):
+        if items[at].get("role") == "assistant":
+            return [*items[:at], {**items[at], "thinking": text}, *items[at + 1 :]]
+    return [*items, *chat(thinking=text)]
+
+
+def chat(**fields: Any) -> Items:
+    """An assistant message as a Chat program sends it."""
+    return list(items_from_messages([{"role": "assistant", "content": "", **fields}]))
+
+
+KEEPINGS: tuple[Callable[[Items, str], Items], ...] = (
+    lambda items, text: [*items, assistant(text)],
+    lambda items, text: [*items, assistant(text)],
+    lambda items, text: [*items, *chat(content=text)],
+    lambda items, text: [*items, *chat(thinking=text)],
+    lambda items, text: [*items, *chat(reasoning_content=text)],
+    lambda items, text: [*items, *chat(reasoning_details=[{"type": "reasoning.text", "text": text}])],
+    lambda items, text: [*items, *chat(content=None, audio={"transcript": text})],
+    lambda items, text: [*items, {"type": "message", "role": "assistant", "content": [], "a_field": {"of": text}}],
+    lambda items, text: [*items, {"type": "message", "role": "ai", "content": text}],
+    lambda items, text: [*items, {"type": "agent_output", "role": "", "text": text, "content": []}],
+    _extending,
+    _beside,
+)
+"""The ways in which an agent keeps what it read of a call that then came to nothing."""
+
+
 MOODS: dict[str, tuple[int, Callable[[World, Turn], Turn]]] = {
     "go_on": (40, lambda world, turn: world.go_on(turn)),
     "gone": (4, lambda world, turn: world.go_on(turn, client_gone=True)),
     "empty": (6, lambda world, turn: world.go_on(turn, empty=True)),
     "lose": (4, lambda world, turn: world.go_on(turn, lose=True)),
+    "lose_going_on": (2, lambda world, turn: world.carry_on(turn, lose=True)),
+    "carry_on": (2, lambda world, turn: world.carry_on(turn)),
     "again": (8, lambda world, turn: world.again(turn, same=False)),
     "twin": (3, lambda world, turn: world.again(turn, same=True)),
     "compact": (4, lambda world, turn: world.start()),
@@ -226,11 +296,14 @@ def grow(seed: int, recorders: Callable[[random.Random], Recorders] | None = Non
     dice = world.dice
     moods, weights = zip(*((mood, weight) for weight, mood in MOODS.values()), strict=True)
     calm = dice.random() < 0.35
-    turns = [world.start(lose=not calm and dice.random() < 0.15)]
+    beside = not calm and dice.random() < 0.2
+    if beside:
+        world.aside()
+    turns = [world.start(lose=not calm and dice.random() < (0.5 if beside else 0.15))]
     for _ in range(dice.randint(0, 9)):
         # Mostly where it left off, sometimes from any earlier turn: a fork.
         turn = turns[-1] if dice.random() < 0.8 else dice.choice(turns)
-        mood = moods[0] if calm else dice.choices(moods, weights)[0]
+        mood = moods[0] if calm or (beside and len(turns) == 1) else dice.choices(moods, weights)[0]
         turns.append(mood(world, turn))
     frozen = world.frozen()
     entries = list(frozen.entries)

@@ -70,8 +70,22 @@ class Beginless(Plain):
     begin_call = None  # type: ignore[assignment]
 
 
-KINDS = ("alone", "crowd", "silent crowd", "flaky crowd", "unread", "unread silent crowd", "plain", "beginless crowd")
-"""A crowd is several recorders on one store, which come, forget and go between any two calls."""
+KINDS = (
+    "alone",
+    "pair",
+    "crowd",
+    "silent crowd",
+    "flaky crowd",
+    "unread",
+    "unread silent crowd",
+    "plain",
+    "beginless crowd",
+)
+"""A pair takes turns on one store. A crowd are several, which come, forget and go between any two calls."""
+
+
+ENDS = ("client_gone", "client_gone", "upstream:transport_dropped", "upstream:model_unavailable", "writer_died")
+"""Why calls come to nothing after a part of what they said was read."""
 
 
 class Recorders:
@@ -89,7 +103,7 @@ class Recorders:
             self._reader = None
         if "plain" in kind or "beginless" in kind:
             self._sink = (Plain if "plain" in kind else Beginless)(self._store)
-        self._recorders = [self._new()]
+        self._recorders = [self._new() for _ in range(2 if kind == "pair" else 1)]
 
     def _new(self) -> Recorder:
         return Recorder(self._sink, reader=self._reader, clock=lambda: float(next(self._clock)))
@@ -97,7 +111,7 @@ class Recorders:
     def _one(self) -> Recorder:
         """Whichever recorder the next call comes to."""
         if not self._crowd:
-            return self._recorders[0]
+            return self._dice.choice(self._recorders)
         luck = self._dice.random()
         if luck < 0.2:
             self._recorders.append(self._new())
@@ -134,11 +148,11 @@ class Recorders:
         self._run(recorder.record(CallEvidence(KEY, call_id, "m", items, output, tokens, **about)))
 
     def lose(self, recorder: Recorder, call_id: str, items: Sequence[Mapping[str, Any]]) -> None:
-        """The call failed upstream after it had said something; rarely, its loss is all that can be said."""
+        """The call came to nothing after it had said something; rarely, its loss is all that can be said."""
         if self._dice.random() < 0.2:
             self._run(recorder.incomplete(KEY, call_id, "no_token_ids"))
         else:
-            self._run(recorder.abort(KEY, call_id, "upstream:transport_dropped", request_items=items))
+            self._run(recorder.abort(KEY, call_id, self._dice.choice(ENDS), request_items=items))
 
     def frozen(self) -> TokenCaptureSnapshot:
         return self._loop.run_until_complete(self._store.freeze(KEY))
