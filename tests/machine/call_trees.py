@@ -296,7 +296,7 @@ def grow(seed: int, recorders: Callable[[random.Random], Recorders] | None = Non
     dice = world.dice
     moods, weights = zip(*((mood, weight) for weight, mood in MOODS.values()), strict=True)
     calm = dice.random() < 0.35
-    beside = not calm and dice.random() < 0.2
+    beside = not calm and dice.random() < 0.25
     if beside:
         world.aside()
     turns = [world.start(lose=not calm and dice.random() < (0.5 if beside else 0.15))]
