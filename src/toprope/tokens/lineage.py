@@ -4,17 +4,12 @@ The parent is the recorded call whose prompt + generation is the longest prefix 
 items account for everything model-authored in the request. Never by text alone, never at a predicted offset. Pure:
 who waits for pending writes and who stores the answer is the recorder's affair; where the engine was given its prompt
 ids by us they prove nothing, and the model server matches on items instead.
-
-The index is a radix tree over ids: every strand holds only ids that no strand before it holds, a call stands at the
-position where its prompt + generation ends. Finding a parent walks one path down the tree and compares each id of
-the prompt once, however many calls came before.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -22,8 +17,9 @@ from numpy.typing import NDArray
 
 from toprope.tokens.asked import Asked
 from toprope.tokens.entry import ParentDecision, TokenEntry, as_ids
-from toprope.tokens.hashing import BLOCK_IDS, ChainHash, Ids, common_prefix
+from toprope.tokens.hashing import BLOCK_IDS, ChainHash, Ids
 from toprope.tokens.items import CountedMarks, MarkBags, content_of, item_digests
+from toprope.tokens.strands import Node, Strand
 
 FIRST_CALL: Final = "first_call"
 CONTINUES_NOTHING: Final = "continues_nothing"
@@ -85,68 +81,6 @@ class _Request:
         )
 
 
-@dataclass(slots=True)
-class _Node:
-    """One recorded call, at the end of its prompt + generation."""
-
-    call_id: str
-    prompt_len: int
-    cum_len: int
-    strand: _Strand
-    blocks: bytes
-    parent: _Node | None
-    own_marks: tuple[str, ...]
-    own_output: tuple[str, ...]
-    asked: Asked | None
-    seen: CountedMarks | None = None
-
-
-@dataclass(slots=True)
-class _Strand:
-    """Ids [start, start + size) of some sequences; the ids before `start` stand on the strand that it forks from."""
-
-    start: int
-    memory: bytearray = field(default_factory=bytearray)
-    ids: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, dtype=np.uint32))  # a view of `memory`
-    size: int = 0
-    forks: dict[tuple[int, int], _Strand] = field(default_factory=dict)
-    ends: list[int] = field(default_factory=list)
-    calls: dict[int, list[_Node]] = field(default_factory=dict)
-
-    def append(self, ids: NDArray[np.uint32]) -> None:
-        need = self.size + len(ids)
-        if need > len(self.ids):
-            memory = bytearray(4 * max(need, 2 * len(self.ids)))
-            grown = np.frombuffer(memory, dtype=np.uint32)
-            grown[: self.size] = self.ids[: self.size]
-            self.memory, self.ids = memory, grown
-        self.ids[self.size : need] = ids
-        self.size = need
-
-    def followed_by(self, at: int, ids: NDArray[np.uint32]) -> int:
-        """How many of the first `ids` stand on this strand from its `at`-th id on."""
-        size = min(self.size - at, len(ids))
-        # Nearly always all of them do, and a memory compare says so in a third of the time.
-        if size > 0 and self.memory.startswith(np.ascontiguousarray(ids[:size]).data.cast("B"), 4 * at):
-            return size
-        return common_prefix(self.ids[at : at + size], ids[:size])
-
-    def place(self, node: _Node) -> None:
-        if node.cum_len not in self.calls:
-            insort(self.ends, node.cum_len)
-        self.calls.setdefault(node.cum_len, []).append(node)
-
-    def last_end(self, limit: int) -> int | None:
-        """The greatest end of a call on this strand that is at most `limit`."""
-        where = bisect_right(self.ends, limit)
-        return self.ends[where - 1] if where else None
-
-    def next_end(self, limit: int) -> int | None:
-        """The smallest end of a call on this strand that is beyond `limit`."""
-        where = bisect_right(self.ends, limit)
-        return self.ends[where] if where < len(self.ends) else None
-
-
 class LineageHistory:
     """The recorded calls of one rollout, indexed as they arrive. Memory is the distinct ids plus a node a call.
 
@@ -156,8 +90,8 @@ class LineageHistory:
 
     def __init__(self, *, unseen: bool = False) -> None:
         self.unseen = unseen
-        self._trunk = _Strand(start=0)
-        self._nodes: dict[str, _Node] = {}
+        self._trunk = Strand(start=0)
+        self._nodes: dict[str, Node] = {}
         self._root_requests = MarkBags()
         self._contents: set[str] = set()
         self._unrecorded = False
@@ -196,7 +130,7 @@ class LineageHistory:
         after = parent if chain is not None or self._is_begun_by(prompt, parent) else None
         if chain is None:
             chain = self.prompt_hash(after, prompt).extend(generated)
-        node = _Node(
+        node = Node(
             call_id=entry.model_call_id,
             prompt_len=len(prompt),
             cum_len=len(prompt) + len(generated),
@@ -226,7 +160,7 @@ class LineageHistory:
 
     # -- questions ----------------------------------------------------------------------------------------------
 
-    def candidates(self, prompt: NDArray[np.uint32]) -> tuple[_Node, ...]:
+    def candidates(self, prompt: NDArray[np.uint32]) -> tuple[Node, ...]:
         """The calls whose prompt + generation is the longest recorded prefix of `prompt`."""
         for strand, reach in reversed(self._walk(prompt)):
             end = strand.last_end(reach)
@@ -274,7 +208,7 @@ class LineageHistory:
         self._recent = [*others[1 - _RECENT_REQUESTS :], _Request(request, asked, (*known.exacting, *exacting))]
         return asked
 
-    def accounts_for(self, node: _Node, asked: Asked) -> bool:
+    def accounts_for(self, node: Node, asked: Asked) -> bool:
         """Whether every mark of a request stands in the request or output of `node` or of the calls before it."""
         # What the parent's own request held is accounted for already; left is what was added to it.
         added = asked.since(node.asked) if node.asked is not None else None
@@ -282,12 +216,12 @@ class LineageHistory:
             return True
         return not parent_seen(node).missing(asked.all())
 
-    def begun_by(self, call_id: str, prompt: NDArray[np.uint32]) -> _Node | None:
+    def begun_by(self, call_id: str, prompt: NDArray[np.uint32]) -> Node | None:
         """That call, if it is recorded and `prompt` begins with its ids; else None."""
         node = self._nodes.get(call_id)
         return node if self._is_begun_by(prompt, node) else None
 
-    def prompt_hash(self, parent: _Node | None, prompt: NDArray[np.uint32]) -> ChainHash:
+    def prompt_hash(self, parent: Node | None, prompt: NDArray[np.uint32]) -> ChainHash:
         """The chain hash state of `prompt`, which begins with `parent`'s ids if there is one."""
         if parent is None:
             return ChainHash.of(prompt)
@@ -297,7 +231,7 @@ class LineageHistory:
 
     # -- the tree -----------------------------------------------------------------------------------------------
 
-    def _walk(self, ids: NDArray[np.uint32], after: _Node | None = None) -> list[tuple[_Strand, int]]:
+    def _walk(self, ids: NDArray[np.uint32], after: Node | None = None) -> list[tuple[Strand, int]]:
         """The strands that `ids` follow, each with the position up to which they do.
 
         From the trunk on, or from where the call `after` ends; `ids` then are what comes after it.
@@ -313,7 +247,7 @@ class LineageHistory:
                 return path
             strand = fork
 
-    def _insert(self, ids: NDArray[np.uint32], after: _Node | None) -> _Strand:
+    def _insert(self, ids: NDArray[np.uint32], after: Node | None) -> Strand:
         """The strand on which `ids` (after that call, if any) end, grown or forked as needed."""
         strand, reach = self._walk(ids, after)[-1]
         rest = ids[reach - (after.cum_len if after is not None else 0) :]
@@ -322,18 +256,18 @@ class LineageHistory:
         if reach == strand.start + strand.size:
             strand.append(rest)
             return strand
-        fork = _Strand(start=reach)
+        fork = Strand(start=reach)
         fork.append(rest)
         strand.forks[reach, int(rest[0])] = fork
         return fork
 
-    def _is_begun_by(self, prompt: NDArray[np.uint32], node: _Node | None) -> bool:
+    def _is_begun_by(self, prompt: NDArray[np.uint32], node: Node | None) -> bool:
         if node is None or node.cum_len not in node.strand.calls:
             return False
         return any(strand is node.strand and reach >= node.cum_len for strand, reach in self._walk(prompt))
 
 
-def parent_seen(node: _Node, *, take: bool = False) -> CountedMarks:
+def parent_seen(node: Node, *, take: bool = False) -> CountedMarks:
     """All marks that stand on the way to `node`: of its request, its output and of the calls before it.
 
     `take` hands over the bag itself, which `node` then no longer keeps; asked again, it is made anew.
@@ -412,46 +346,6 @@ def decide_asked(
     )
 
 
-def decide_deferred(entries: Iterable[TokenEntry], rollout_id: str, *, missing: bool = False) -> tuple[TokenEntry, ...]:
-    """The entries with every deferred decision made, as if one recorder had seen all calls in order of `created_at`.
-
-    Call ids are distinct. A deferred entry has its whole prompt, and all marks of its request as `item_digests`. One
-    that comes out before its parent (skewed clocks) stays unresolved or becomes a root: masked, never guessed. Aborted
-    calls are not told here: a first request with model-authored items stays unresolved, but for `DEFERRED_ALL_TOLD`;
-    `missing` says that records of this rollout were set aside, so that not even then all is told. Entries of other
-    rollouts and those whose ids are not the recorded ones vouch for nothing: they count as set aside.
-    """
-    held = tuple(entries)
-    if not any(_is_deferred(entry) for entry in held):
-        return held
-    own = [entry for entry in held if entry.rollout_id == rollout_id and _is_as_recorded(entry)]
-    missing = missing or len(own) < len(held)
-    history, decided = LineageHistory(), {}
-    for entry in sorted(own, key=lambda each: (each.created_at, each.model_call_id)):
-        if _is_deferred(entry):
-            history.unseen = missing or entry.parent_resolution_reason != DEFERRED_ALL_TOLD
-            choice = decide_asked(history, Asked(entry.item_digests), entry.prompt_token_ids)
-            decided[entry.model_call_id] = replace(
-                entry,
-                parent_decision=choice.decision,
-                parent_call_id=choice.parent_call_id,
-                parent_resolution_reason=choice.reason,
-            )
-        if not entry.prompt_is_delta:
-            history.add(decided.get(entry.model_call_id, entry))
-    return tuple(decided.get(entry.model_call_id, entry) for entry in held)
-
-
-def _is_as_recorded(entry: TokenEntry) -> bool:
-    """Whether length and hash fit the ids, as far as they were recorded and the prompt is whole."""
-    if entry.prompt_is_delta:
-        return True
-    prompt, generated = entry.prompt_token_ids, entry.generation_token_ids
-    if entry.cum_len is not None and entry.cum_len != len(prompt) + len(generated):
-        return False
-    return entry.chain_hash is None or ChainHash.of(prompt).extend(generated).hexdigest() == entry.chain_hash
-
-
 def _all_text(item: Mapping[str, Any]) -> bool:
     """Whether the leaves of an item are strings or null, so that what equals it says the same."""
     rest: list[Any] = [item]
@@ -464,10 +358,6 @@ def _all_text(item: Mapping[str, Any]) -> bool:
         elif value is not None and type(value) is not str:
             return False
     return True
-
-
-def _is_deferred(entry: TokenEntry) -> bool:
-    return entry.parent_resolution_reason in (DEFERRED, DEFERRED_ALL_TOLD) and not entry.prompt_is_delta
 
 
 def _orphan(

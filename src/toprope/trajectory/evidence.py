@@ -13,9 +13,9 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
+from toprope.tokens.deferred import decide_deferred
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.hashing import ChainHash, begins_with
-from toprope.tokens.lineage import decide_deferred
 from toprope.trajectory import reasons
 
 _NONE = np.zeros(0, dtype=np.uint32)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from toprope.tokens.deferred import decide_deferred
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.hashing import ChainHash
 from toprope.tokens.items import item_digests
@@ -18,10 +19,9 @@ from toprope.tokens.lineage import (
     DEFERRED_ALL_TOLD,
     LineageHistory,
     ParentChoice,
-    _Strand,
     decide,
-    decide_deferred,
 )
+from toprope.tokens.strands import Strand
 
 GOLDEN = [
     json.loads(line)
@@ -367,12 +367,12 @@ def test_finding_a_parent_compares_each_id_of_the_prompt_once(monkeypatch: pytes
     for at in range(300):
         record(history, f"c{at:03d}", [item("u:x")], [*shared[: 100 + at], 5], [6], [])
     compared: list[int] = []
-    followed_by = _Strand.followed_by
+    followed_by = Strand.followed_by
 
-    def counting(strand: _Strand, at: int, ids: Any) -> int:
+    def counting(strand: Strand, at: int, ids: Any) -> int:
         compared.append(min(strand.size - at, len(ids)))
         return followed_by(strand, at, ids)
 
-    monkeypatch.setattr(_Strand, "followed_by", counting)
+    monkeypatch.setattr(Strand, "followed_by", counting)
     assert ask(history, ["u:x"], [*shared[:399], 5, 6, 7]).parent_call_id == "c299"
     assert 400 <= sum(compared) < 3 * 400

@@ -11,7 +11,7 @@ from tests.mutants import killer, mutated
 from tests.unit.tokens import test_asked, test_items, test_lineage
 
 ROOM = "toprope.tokens"
-ORDER = ("asked", "items", "lineage")
+ORDER = ("asked", "items", "strands", "lineage", "deferred")
 SUITES = (test_lineage, test_items, test_asked)
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
@@ -40,9 +40,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "for strand, reach in self._walk(prompt):",
     ),
     "a_call_that_ends_beyond_the_prompt_taken": ("lineage", "strand.last_end(reach)", "strand.last_end(reach + 1)"),
-    "ids_not_compared": ("lineage", "return common_prefix(self.ids[at : at + size], ids[:size])", "return size"),
-    "only_the_beginning_of_a_strand_compared": ('lineage', '.data.cast("B"), 4 * at)', '.data.cast("B"), 0)'),
-    "half_of_the_ids_compared": ("lineage", "array(ids[:size]).data", "array(ids[:size // 2]).data"),
+    "ids_not_compared": ("strands", "return common_prefix(self.ids[at : at + size], ids[:size])", "return size"),
+    "only_the_beginning_of_a_strand_compared": ('strands', '.data.cast("B"), 4 * at)', '.data.cast("B"), 0)'),
+    "half_of_the_ids_compared": ("strands", "array(ids[:size]).data", "array(ids[:size // 2]).data"),
     "an_empty_call_is_a_parent": (
         "lineage",
         "        if len(generated) == 0:\n            return  # structural: never anybody's parent\n",
@@ -69,21 +69,21 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if True:",
     ),
     "deferred_first_calls_are_roots": (
-        "lineage",
+        "deferred",
         "history.unseen = missing or entry.parent_resolution_reason != DEFERRED_ALL_TOLD",
         "history.unseen = False",
     ),
     "records_of_other_rollouts_vouch": (
-        "lineage",
+        "deferred",
         "if entry.rollout_id == rollout_id and _is_as_recorded(entry)]",
         "if _is_as_recorded(entry)]",
     ),
     "damaged_records_vouch": (
-        "lineage",
+        "deferred",
         "if entry.rollout_id == rollout_id and _is_as_recorded(entry)]",
         "if entry.rollout_id == rollout_id]",
     ),
-    "records_set_aside_are_not_missed": ("lineage", "    missing = missing or len(own) < len(held)\n", ""),
+    "records_set_aside_are_not_missed": ("deferred", "    missing = missing or len(own) < len(held)\n", ""),
     "marks_not_counted_on_the_way_down": (
         "lineage",
         "if added is not None and not CountedMarks(node.own_output).missing(added):",
@@ -108,7 +108,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "tail = prompt[:0]",
     ),
     "deferred_calls_decided_as_they_come": (
-        "lineage",
+        "deferred",
         "sorted(own, key=lambda each: (each.created_at, each.model_call_id))",
         "own",
     ),
