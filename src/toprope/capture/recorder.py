@@ -26,10 +26,9 @@ from toprope.capture.beginnings import Beginnings
 from toprope.capture.bounds import is_callers
 from toprope.capture.evidence import CallEvidence as CallEvidence
 from toprope.capture.evidence import judged, record_of
-from toprope.capture.prompts import PromptArena
+from toprope.capture.known_rollout import Rollout
 from toprope.capture.protocols import (
     AbortingSink,
-    BeginAck,
     CallJournal,
     CaptureReader,
     EntryConflict,
@@ -47,7 +46,6 @@ from toprope.tokens.lineage import (
     DEFERRED,
     DEFERRED_ALL_TOLD,
     FIRST_CALL,
-    LineageHistory,
     ParentChoice,
     decide_asked,
 )
@@ -67,33 +65,6 @@ OnCaptureError = Literal["mask", "fail"]
 
 _WHATEVER = (Exception, asyncio.CancelledError)
 """What a sink or reader may raise: also a cancellation of its own, which must not pass for that of the call."""
-
-
-class _Rollout:
-    """What the recorder knows of one key. Forgetting it is safe at any time: the store can tell all of it again."""
-
-    __slots__ = ("arena", "calls", "entries", "history", "lock", "shared", "size", "synced")
-
-    def __init__(self, *, all_told: bool) -> None:
-        # Until the store says otherwise somebody may have been here: another worker, or this one before it forgot.
-        self.history = LineageHistory(unseen=not all_told)
-        self.arena = PromptArena()
-        self.calls = 0  # calls and entries that the store held when it last answered
-        self.entries = 0
-        self.synced = 0  # entries, from the first on, that were read from the store
-        self.shared = True  # the store may hold what is not in the index
-        self.size = 0  # ids in the index, about
-        self.lock = asyncio.Lock()
-
-    def laid_out(self, call_id: str, choice: ParentChoice, tokens: SampledTokens) -> SampledTokens:
-        """`tokens` with the prompt as a view of memory that it shares with its parent's, whose ids it begins with.
-
-        A store that compares the two then has nothing to compare, and a thousand turns are not held a thousand times.
-        """
-        parent = choice.parent_call_id if choice.parent_call_id in self.arena else None
-        suffix = tokens.prompt_token_ids[choice.suffix_start if parent is not None else 0 :]
-        whole = self.arena.place(call_id, parent, suffix, tokens.generation_token_ids)
-        return replace(tokens, prompt_token_ids=whole)
 
 
 class Recorder:
@@ -139,7 +110,7 @@ class Recorder:
         # A begun call without a record then leaves an open intent, whose rollout is masked: none is lost unseen.
         self._all_told = self._begin is not None and self._aborting is None
         self._journal = reader if isinstance(reader, CallJournal) and self._begin_takes_intent else None
-        self._rollouts: OrderedDict[str, _Rollout] = OrderedDict()
+        self._rollouts: OrderedDict[str, Rollout] = OrderedDict()
         self._beginnings = Beginnings()
         self._ids = 0
         self._running: set[asyncio.Task[None]] = set()
@@ -172,7 +143,7 @@ class Recorder:
             raise CaptureError(f"call {call_id} of {key}: its intent could not be written ({_said(error)})") from error
         if self._reader is not None:
             rollout = self._rollout(key)
-            self._learn_from_begin(rollout, ack)
+            rollout.learn_from_begin(ack)
             if len(rollout.history) == 0:
                 self._beginnings.began(key, call_id)
 
@@ -356,35 +327,16 @@ class Recorder:
 
     # -- the index --------------------------------------------------------------------------------------------------
 
-    def _rollout(self, key: str) -> _Rollout:
+    def _rollout(self, key: str) -> Rollout:
         rollout = self._rollouts.get(key)
         if rollout is None:
-            rollout = self._rollouts[key] = _Rollout(all_told=self._all_told)
+            rollout = self._rollouts[key] = Rollout(all_told=self._all_told)
             if len(self._rollouts) > _MAX_ROLLOUTS:
                 self._let_go(next(iter(self._rollouts)))
         self._rollouts.move_to_end(key)
         return rollout
 
-    def _learn_from_begin(self, rollout: _Rollout, ack: object) -> None:
-        """Compare what the store holds with what this recorder put there: more means another writer.
-
-        A store that does not say leaves that open: what it holds is read, and what was aborted stays unknown.
-        """
-        if not isinstance(ack, BeginAck):
-            rollout.shared = True
-            return
-        more = ack.calls > rollout.calls + 1 or ack.entries > rollout.entries
-        all_recorded = ack.calls - ack.entries <= 1  # but for the call that begins here
-        if rollout.calls == 0:
-            rollout.shared = more
-            rollout.history.unseen &= not all_recorded
-        elif more:
-            rollout.shared = True
-            rollout.history.unseen |= not all_recorded
-        rollout.calls = max(rollout.calls + 1, ack.calls)
-        rollout.entries = max(rollout.entries, ack.entries)
-
-    async def _read_others(self, key: str, rollout: _Rollout) -> None:
+    async def _read_others(self, key: str, rollout: Rollout) -> None:
         assert self._reader is not None
         async with rollout.lock:
             found = await self._reader.open_entries(key, rollout.synced)
@@ -401,7 +353,7 @@ class Recorder:
         self._rollout(key).history.note_unrecorded(marks)
         return self._beginnings.lost(key, call_id, marks)
 
-    def _grow(self, key: str, rollout: _Rollout, ids: int) -> None:
+    def _grow(self, key: str, rollout: Rollout, ids: int) -> None:
         if self._rollouts.get(key) is not rollout:
             return  # forgotten meanwhile
         rollout.size += ids
