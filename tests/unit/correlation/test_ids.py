@@ -40,6 +40,7 @@ REFUSED = {
     "over 200": "a" * 201,
     "reserved suffix": "x-a1",
     "reserved suffix, long": "x-a120",
+    "reserved word": "training-token-capture",
 }
 
 

@@ -24,6 +24,9 @@ MALFORMED = [
     "/ng-rollout/x-a1-a2/v1/chat/completions",
     "/ng-rollout/" + "a" * 201 + "/v1/chat/completions",
     "/ng-rollout/4-2/training-token-capture",
+    "/ng-rollout/training-token-capture/v1/chat/completions",
+    "/ng-rollout/training-token-capture-a1/v1/chat/completions",
+    "/ng-rollout/training-token-capture/training-token-capture/v1/x",
     "/ng-rollout/4-2/ng-rollout/5-1/v1/chat/completions",
     "/ng-rollout/4-2/training-token-capture/ng-rollout/5-1/v1/x",
     "/ng-rollout/4-2/%6eg-rollout/5-1/v1/x",
@@ -51,6 +54,11 @@ MALFORMED = [
 def test_a_prefix_that_is_malformed_or_hidden_is_refused(path: str) -> None:
     with pytest.raises(ValueError):
         parse_path(path)
+
+
+def test_a_prefix_whose_id_was_left_out_says_where_the_id_belongs() -> None:
+    with pytest.raises(ValueError, match="reserved; it stands after the id, as in /ng-rollout/<rollout id>/training-"):
+        parse_path("/ng-rollout/training-token-capture/v1/chat/completions")
 
 
 @pytest.mark.parametrize(
