@@ -30,26 +30,32 @@ RESULT = {"type": "function_call_output", "call_id": "c", "output": "3"}
 CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
 
 
-def turn(items, tail, sampled):
-    ids = np.array(sampled, dtype=np.uint32)
-    return NextTurn(ResponsesRequest(tuple(items)), tuple(items), tail, np.array([START], dtype=np.uint32), ids, False)
+def turn(items, tail, sampled, *, cut=False, **more):
+    request = ResponsesRequest(tuple(items), **more)
+    prompt, ids = np.array([START], dtype=np.uint32), np.array(sampled, dtype=np.uint32)
+    return NextTurn(request, tuple(items), tail, prompt, ids, cut)
 
 
 class Template:
     """ChatML over bytes. `thinks`: a last turn gets a thought, an answered one none; `signs`: every turn is signed with
-    the number of messages, so that nothing of it stays."""
+    the number of messages, so that nothing of it stays; `open_calls`: a last turn that calls is left open; `end` is
+    what closes a turn."""
 
-    def __init__(self, *, thinks=False, signs=False):
-        self.thinks, self.signs, self.calls = thinks, signs, 0
+    def __init__(self, *, thinks=False, signs=False, open_calls=False, end=(END, 10)):
+        self.thinks, self.signs, self.open_calls, self.end = thinks, signs, open_calls, end
+        self.calls, self.bodies = 0, []
 
     async def __call__(self, body):
         self.calls += 1
+        self.bodies.append(body)
         messages, ids = body["messages"], []
         for index, message in enumerate(messages):
             text = message["content"] or ""
             if message["role"] == "assistant" and self.thinks and index == len(messages) - 1:
                 text = f"<think>{message.get('reasoning') or ''}</think>{text}"
-            ids += [START, *f"{message['role']}\n{text}".encode(), *([99, len(messages)] * self.signs), END, 10]
+            ids += [START, *f"{message['role']}\n{text}".encode(), *([99, len(messages)] * self.signs)]
+            if not (self.open_calls and message.get("tool_calls") and index == len(messages) - 1):
+                ids += self.end
         return [*ids, START, *b"assistant\n"] if body["add_generation_prompt"] else ids
 
 
@@ -64,6 +70,64 @@ async def test_tokenize_tells_what_follows_a_stop_and_what_follows_a_cut(thinks,
     for _ in range(2):
         assert await tails.after(turn([ASKED, THOUGHT, SAID, THEN], 3, sampled)) == [*closing, *WHY]
     assert template.calls == 2 + 2 * (4 if thinks else 2)  # what closes a turn is asked for once
+
+
+@pytest.mark.promise("MS-12")
+@pytest.mark.parametrize(
+    ("sampled", "cut", "closing"),
+    [
+        ([65, 10], True, [END, 10]),  # max_tokens fell on a newline of the text
+        ([65, 10], False, [END, 10]),  # stop: ["\n"]
+        ([10], True, [END, 10]),
+        ([], False, [END, 10]),
+        ([65, 10, 10], True, [END, 10]),
+        ([END], False, [10]),
+        ([65, 10, END], False, [10]),
+        ([65, END], True, [10]),  # the end was sampled, whatever is said of it
+        ([65, END, 10], False, []),
+        ([65, END, 65], False, [END, 10]),
+    ],
+)
+async def test_a_turn_is_closed_but_for_what_of_its_end_was_sampled(sampled, cut, closing):
+    told = await TurnTails(Template(), "reasoning").after(turn([ASKED, SAID, THEN], 2, sampled, cut=cut))
+    assert told == [*closing, *WHY]
+
+
+async def test_an_end_that_holds_one_id_twice_is_overlapped_as_far_as_it_goes():
+    template, after = Template(end=(10, END, 10)), [START, *b"user\nwhy?", 10, END, 10, START, *b"assistant\n"]
+    cases = (([65, 10], [END, 10]), ([65, 10, END], [10]), ([65, 10, END, 10], []), ([65], [10, END, 10]))
+    for sampled, closing in cases:
+        told = await TurnTails(template, "reasoning").after(turn([ASKED, SAID, THEN], 2, sampled))
+        assert told == [*closing, *after]
+
+
+async def test_the_template_is_asked_with_the_tools_and_settings_of_the_request():
+    tool = {"type": "function", "name": "add", "parameters": {"type": "object"}}
+    settings = {"chat_template": "{{ messages }}", "chat_template_kwargs": {"enable_thinking": False}}
+    template = Template(thinks=True)
+    tails = TurnTails(template, "reasoning")
+    await tails.after(turn([ASKED, THOUGHT, SAID, THEN], 3, [65, END], tools=(tool,), extra={**settings, "top_k": 1}))
+    assert template.calls == 6
+    for body in template.bodies:
+        (sent,) = body["tools"]
+        assert sent["function"]["name"] == "add"
+        assert {name: body[name] for name in settings} == settings
+        assert "top_k" not in body
+        assert body["add_special_tokens"] is False
+    await tails.after(turn([ASKED, THOUGHT, SAID, THEN], 3, [65, END]))
+    assert template.calls == 6 + 6  # without them it is another template, whose end of a turn is asked for again
+    assert not any({"tools", *settings} & body.keys() for body in template.bodies[6:])
+
+
+async def test_a_template_without_an_end_of_turns_is_refused():
+    with pytest.raises(CannotContinue, match="nothing after a turn") as refused:
+        await TurnTails(Template(end=()), "reasoning").after(turn([ASKED, SAID, THEN], 2, [65]))
+    assert refused.value.reason == "turns_have_no_end"
+
+
+async def test_a_turn_that_the_template_leaves_open_while_it_is_the_last_is_closed_once():
+    told = await TurnTails(Template(open_calls=True), "reasoning").after(turn([ASKED, CALL, RESULT], 2, [65, END]))
+    assert told == [10, START, *b"tool\n3", END, 10, START, *b"assistant\n"]
 
 
 async def test_a_template_that_writes_turns_anew_each_time_is_refused():
@@ -105,6 +169,31 @@ async def test_stock_vllm_is_given_the_sampled_ids_and_the_rest_by_its_own_token
         whole = [*before.prompt_token_ids.tolist(), *before.generation_token_ids.tolist()]
         assert after.prompt_token_ids.tolist() == [*whole, *closing, *ask]
     assert [entry.finish_reason for entry in (first, second)] == ["length", "stop"]
+
+
+@pytest.mark.promise("MS-12")
+async def test_a_turn_that_a_limit_cuts_at_a_newline_is_closed_on_stock_vllm():
+    upstream = VllmStandIn(says="ab\ncd")
+    upstream.closes_turns = True
+    store = MemoryStore()
+    async with serving(upstream) as url, Client() as outside:
+        engine = VllmEngine(client=outside, base_url=f"{url}/v1")
+        server = ModelServer(name="policy", engine=engine, recorder=Recorder(store, reader=store), token_in="required")
+        await server.app.start()
+        async with Client(inline={"policy": server.app}) as client:
+            peer = client.peer("inline://policy", None)
+            messages = [{"role": "user", "content": "hi"}]
+            for limit in (3, 9):
+                body = {"model": "m", "messages": messages, "max_tokens": limit}
+                path = "/ng-rollout/r/training-token-capture/v1/chat/completions"
+                reply = await peer.request("POST", path, body=json.dumps(body).encode())
+                said = json.loads(reply.body)["choices"][0]["message"]["content"]
+                messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "so?"}]
+        await server.app.stop()
+    first, second = await store.open_entries("r", 0)
+    assert first.generation_token_ids.tolist() == [*b"ab\n"]
+    whole = [*first.prompt_token_ids.tolist(), *first.generation_token_ids.tolist()]
+    assert second.prompt_token_ids.tolist() == [*whole, EOS, 10, 3, *b"user:so?", EOS, 10, 3, *b"assistant:"]
 
 
 @pytest.fixture(scope="module")

@@ -99,10 +99,15 @@ class TurnTails:
 
 
 def _unsampled(closing: Sequence[int], sampled: Sequence[int]) -> list[int]:
-    """What of `closing` was not sampled: after a stop what comes after the id that ended it, after a cut all of it."""
-    if sampled and sampled[-1] in closing:
-        return list(closing[closing.index(sampled[-1]) + 1 :])
-    return list(closing)
+    """What of `closing` was not sampled: all but the longest beginning of it that the sampled ids end with.
+
+    How the turn ended is not asked. A limit and a stop string leave any id last, also one that closes a turn further
+    on: the newline after ChatML's end is the newline of a text. Such an id says nothing about the end before it.
+    """
+    size = min(len(closing), len(sampled))
+    while size and list(sampled[-size:]) != list(closing[:size]):
+        size -= 1
+    return list(closing[size:])
 
 
 def _common_end(one: Sequence[int], two: Sequence[int]) -> list[int]:
