@@ -5,7 +5,8 @@ Left to others: which item a piece belongs to, and when it may leave (`chat_stre
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +61,34 @@ class GrowingPiece:
         return True  # asked only where something else has begun
 
 
+_WHITE = " \t\r\n"
+_MARKS = re.compile(r'\\.?|["{}]', re.DOTALL)
+
+
+@dataclass(slots=True)
+class Braces:
+    """Where the outermost brace of JSON in pieces closes; what stands in strings does not count."""
+
+    depth: int = 0
+    in_string: bool = False
+    escapes: bool = False
+    closed: bool = False
+
+    def close_in(self, pieces: Iterable[str]) -> bool:
+        """Take further pieces in; whether the outermost brace has closed in one of them."""
+        for piece in pieces:
+            piece, self.escapes = piece[1:] if self.escapes and piece else piece, self.escapes and not piece
+            for mark in _MARKS.findall(piece):
+                if mark[0] == "\\":
+                    self.escapes = len(mark) == 1  # what it escapes begins the next piece
+                elif mark == '"':
+                    self.in_string = not self.in_string
+                elif not self.in_string:
+                    self.depth += 1 if mark == "{" else -1
+                    self.closed = self.closed or self.depth <= 0
+        return self.closed
+
+
 @dataclass(slots=True)
 class GrowingCall:
     """One tool call in the making; `unsent` are arguments that no delta carried yet, `said_id` the id to tell."""
@@ -73,8 +102,8 @@ class GrowingCall:
     arguments: GrowingText = field(default_factory=GrowingText)
     unsent: str = ""
     begun: bool = False
-    seen: int = 0
-    parsed: int = 0
+    scanned: int = 0
+    braces: Braces = field(default_factory=Braces)
     is_whole: bool = False
     rest: dict[str, Any] = field(default_factory=dict)
 
@@ -95,6 +124,14 @@ class GrowingCall:
         again = self._again(function)
         return again is not None and again != self.arguments.whole()
 
+    def ended_by(self, function: Any) -> bool:
+        """Whether `function`, which has no id, begins another call: it has a name, and this call is complete. White
+        space under this call's own name still belongs to it."""
+        if not isinstance(function, dict) or not function.get("name") or not self.name or not self.complete():
+            return False
+        arguments = argument_text(function.get("arguments"))
+        return function["name"] != self.name or not arguments or bool(arguments.strip(_WHITE))
+
     def _again(self, function: Any) -> str | None:
         """The arguments of a piece that has the name of this complete call and an object of its own; else None."""
         if not isinstance(function, dict) or not self.name or function.get("name") != self.name:
@@ -102,23 +139,24 @@ class GrowingCall:
         arguments = argument_text(function.get("arguments"))
         if not (arguments.lstrip().startswith("{") and arguments.rstrip().endswith("}")):
             return None
-        return arguments if self.complete() or self.complete() else None  # the second time what grew is parsed for sure
+        return arguments if self.complete() else None
 
     def complete(self) -> bool:
         """Whether its arguments are a whole JSON object, after which no engine sends more of them.
 
-        Growing arguments are parsed when they have doubled, or when they grew no more: so seldom that the whole is
-        linear.
+        Braces are counted over what is new, and parsed is once, when the outermost closes: the whole is linear.
         """
-        count, seen = len(self.arguments.pieces), self.seen
-        self.seen = count
-        if count == self.parsed or not count or (seen != count < 2 * self.parsed):
+        pieces, at = self.arguments.pieces, self.scanned
+        if at == len(pieces):
             return self.is_whole
-        self.parsed = count
-        try:
-            self.is_whole = isinstance(loads(self.arguments.whole()), dict)
-        except (NotJson, RecursionError):
-            self.is_whole = False
+        self.scanned = len(pieces)
+        if self.braces.closed:  # white space may follow, and nothing else
+            self.is_whole = self.is_whole and not any(piece.strip(_WHITE) for piece in pieces[at:])
+        elif self.braces.close_in(pieces[at:]):
+            try:
+                self.is_whole = isinstance(loads(self.arguments.whole()), dict)
+            except (NotJson, RecursionError):
+                self.is_whole = False
         return self.is_whole
 
     def whole(self) -> dict[str, Any]:

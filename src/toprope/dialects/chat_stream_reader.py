@@ -317,8 +317,7 @@ class ChatStreamReader:
         if call_id and here[-1].id:
             known = next((call for call in reversed(here) if call.id == call_id), None)
             return None if known is not None and known.other(function) else known
-        named = isinstance(function, dict) and bool(function.get("name"))
-        return None if named and here[-1].name and here[-1].complete() else here[-1]
+        return None if here[-1].ended_by(function) else here[-1]
 
     def _news(self) -> list[Delta]:
         """What is new of the open item, and of those after it where it is complete: engines may interleave calls."""

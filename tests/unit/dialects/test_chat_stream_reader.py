@@ -10,6 +10,7 @@ import pytest
 from tests.unit.dialects.scripted_replies import told, written
 
 from toprope.dialects.chat_reply import chat_reply, finish_from_chat, output_from_chat
+from toprope.dialects.chat_stream_items import GrowingCall
 from toprope.dialects.chat_stream_reader import ChatStreamReader
 from toprope.dialects.deltas import ReasoningDelta, TextDelta, ToolCallDelta
 from toprope.dialects.pivot import PivotReply, with_item_ids
@@ -148,6 +149,52 @@ def test_two_calls_stay_two_in_every_dialect(dialect, chunks):
     items = _items(completion)
     assert len({item["call_id"] for item in items}) == len({item["id"] for item in items}) == 2
     assert all(item["call_id"] in text for item in items)
+
+
+@pytest.mark.parametrize("index", [0, None])
+@pytest.mark.parametrize("first", [['{"a"', ":", "1}"], ['{"a"', ":", "1", "}"], ['{"a":"', "}", "\\", '"', '"}', " "]])
+def test_a_name_on_every_piece_melts_no_two_calls_that_have_no_ids(first, index):
+    pieces = [*first, '{"b"', ":2}", "", '{"c":3}']
+    _, completion = _read(*(_chunk({"tool_calls": [_call(index, piece, name="f")]}) for piece in pieces))
+    calls = completion["choices"][0]["message"]["tool_calls"]
+    assert [call["function"]["arguments"] for call in calls] == ["".join(first), '{"b":2}', '{"c":3}']
+
+
+def test_a_call_is_complete_where_a_parser_of_its_arguments_says_so():
+    rng, whole = random.Random(7), 0
+    parts = [
+        "{",
+        "}",
+        "{}",
+        '"',
+        "\\",
+        ":",
+        ",",
+        " ",
+        "\n",
+        "\u00a0",
+        "1",
+        '"a":',
+        '"b":"}{"',
+        '{"a":1}',
+        "[",
+        "]",
+        "",
+        '\\"',
+        "x",
+    ]
+    for _ in range(20_000):
+        call = GrowingCall(0, "c", "c", "f")
+        for piece in ["{"] * rng.randint(0, 1) + rng.choices(parts, k=rng.randint(1, 6)):
+            call.arguments.add(piece)
+            try:
+                is_whole = isinstance(json.loads(call.arguments.whole()), dict)
+            except ValueError:
+                is_whole = False
+            if rng.random() < 0.7:
+                assert call.complete() is is_whole, call.arguments.pieces
+                whole += is_whole
+    assert whole > 1000
 
 
 def test_a_call_without_an_id_has_the_one_that_a_plain_reply_gives_it():
@@ -396,6 +443,6 @@ def test_a_long_reply_of_small_chunks_takes_linear_time():
     pieces = ['{"a": "', *["}"] * 40_000, '"}']
     reader.feed(_chunk({"tool_calls": [_call(0, "", id="c1", name="f"), _call(1, "{", id="c2", name="g")]}))
     said = [d for piece in pieces for d in reader.feed(_chunk({"tool_calls": [_call(0, piece)]}))]
-    assert all(delta.index == 0 for delta in said)
     said += reader.feed(_chunk({"tool_calls": [_call(1, "}")]}))
-    assert said[-1] == ToolCallDelta(1, "{}", "g", "c2")
+    assert all(delta.index == 0 for delta in said[:-2])
+    assert said[-2:] == [ToolCallDelta(1, "{", "g", "c2"), ToolCallDelta(1, "}")]
