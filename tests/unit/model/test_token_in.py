@@ -15,10 +15,12 @@ from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.tree import ConfigError
 from toprope.http.client import Client
 from toprope.servers.model.server import ModelServer
+from toprope.servers.model.token_in.said import Reader
 from toprope.telemetry.calls import CallLog, read_call_log
 from toprope.testing import toy_tokenizer
 from toprope.testing.scripted import ScriptedCall, ScriptedEngine, ScriptedReply, When
 from toprope.trajectory.build import Trainable, build
+from toprope.wire.responses import ResponsesRequest
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 SCRIPT = [
@@ -225,6 +227,68 @@ async def test_an_edited_history_falls_back_to_the_template_and_is_spliced_onto_
         assert len(said) == 1
         built = await here.built()
         assert built.metrics.token_in["calls"][reason] == 2
+
+
+OTHERS = {
+    "name": ({"name": "alice"}, {"name": "bob"}),
+    "no name": ({"name": "alice"}, {}),
+    "new name": ({}, {"name": "bob"}),
+    "field": ({"extra": 1}, {"extra": 2}),
+    "kind of value": ({"extra": 1}, {"extra": True}),
+    "field of a text": (
+        {"content": [{"type": "text", "text": "hi", "extra": 1}]},
+        {"content": [{"type": "text", "text": "hi", "extra": 2}]},
+    ),
+    "field that is new to a text": (
+        {"content": [{"type": "text", "text": "hi"}]},
+        {"content": [{"type": "text", "text": "hi", "extra": 0}]},
+    ),
+}
+SAME = {
+    "null": ({"name": None}, {}),
+    "null in a part": (
+        {"content": [{"type": "text", "text": "hi", "extra": None}]},
+        {"content": [{"type": "text", "text": "hi"}]},
+    ),
+    "a text alone": ({"content": "hi"}, {"content": [{"type": "text", "text": "hi"}]}),
+    "a cache's mark": ({"cache_control": {"type": "ephemeral"}}, {}),
+    "a cache's mark on a part": (
+        {"content": [{"type": "text", "text": "hi", "cache_control": {"type": "ephemeral"}}]},
+        {"content": [{"type": "text", "text": "hi"}]},
+    ),
+}
+
+
+@pytest.mark.promise("MS-12")
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+@pytest.mark.parametrize("change", [*OTHERS, *SAME])
+async def test_what_others_said_is_compared_whole(house, role, change):
+    recorded, sent = {**OTHERS, **SAME}[change]
+    message = {"role": role, "content": "hi", **({"tool_call_id": "c"} if role == "tool" else {})}
+    async with house(engine=ScriptedEngine(script=["one", "two"], accepts_token_prompt=True)) as here:
+        said = await here.ask([USER, {**message, **recorded}])
+        await here.ask([USER, {**message, **sent}, said, USER])
+        outcome = "exact" if change in SAME else "fallback:history_not_recorded"
+        assert here.outcomes() == ["first", outcome]
+
+
+def test_a_reader_knows_true_from_one():
+    def asked(value):
+        return ResponsesRequest(({"type": "message", "role": "user", "content": [{"type": "x", "deep": [value]}]},))
+
+    reader = Reader()
+    one, true = reader.conversation(asked(1)), reader.conversation(asked(True))
+    assert one.skeleton(0) == Reader().conversation(asked(1)).skeleton(0)
+    assert true.skeleton(0) == Reader().conversation(asked(True)).skeleton(0) != one.skeleton(0)
+
+
+async def test_a_null_of_a_tool_is_an_absent_field(house):
+    function = TOOLS[0]["function"]
+    async with house(engine=ScriptedEngine(script=["one", "two", "three"], accepts_token_prompt=True)) as here:
+        said = await here.ask([USER], tools=[{"type": "function", "function": {**function, "strict": None}}])
+        await here.ask([USER, said, USER], tools=TOOLS)
+        await here.ask([USER, said, USER], tools=[{"type": "function", "function": {**function, "strict": True}}])
+        assert here.outcomes() == ["first", "exact", "fallback:history_not_recorded"]
 
 
 async def test_other_tools_or_another_template_setting_are_another_history(house):

@@ -1,8 +1,9 @@
 """What a conversation says, in a form that two requests can be compared by.
 
 The ids that a call is given are ours, so they prove nothing about its history: the match is made here, on items. What
-users, tools and systems said, the tools offered and whatever else shapes the prompt must be equal; what the model said
-may differ in ways that clients make, and each way is counted:
+users, tools and systems said, field by field, the tools offered and whatever else shapes the prompt must be equal (a
+null is an absent field, a text alone is a list of one); what the model said may differ in ways that clients make, and
+each way is counted:
 
     dropped_thinking    a thought that was sampled is not sent back
     argument_spelling   a call's arguments are the same value, spelled otherwise
@@ -37,6 +38,10 @@ SHAPES_THE_PROMPT = (
     "thinking",
 )
 """Fields of a request, beside its items and tools, that templates of engines read."""
+_NOT_SAID = frozenset(("id", "status", "cache_control"))
+"""Fields of an item that are no part of what it says."""
+_EMPTY: tuple[object, ...] = ("", [], {})
+"""What a part's field holds where there is nothing (`annotations` of a text)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +99,7 @@ class Reader:
     def _read(self, items: tuple[Item, ...]) -> list[tuple[bool, Any]]:
         known: list[tuple[bool, Any]] = []
         for begun, read in sorted(self._recent, key=lambda each: -len(each[0])):
-            if len(begun) <= len(items) and items[: len(begun)] == begun:
+            if len(begun) <= len(items) and all(map(_same, begun, items)):
                 known = read
                 break
         done = [*known, *map(_read_item, items[len(known) :])]
@@ -203,9 +208,9 @@ def _read_item(item: Item) -> tuple[bool, Any]:
     kind = str(item.get("type") or ("message" if "role" in item else "unknown"))
     ids = tuple(str(item[name]) for name in ("call_id", "id") if item.get(name))
     if kind == "message":
-        parts = _parts(item.get("content"))
         if item.get("role") not in ("assistant", "model"):
-            return False, value_mark(["message", item.get("role"), parts])
+            return False, _others(kind, item, "content")
+        parts = _parts(item.get("content"))
         if all(isinstance(part, str) for part in parts):
             return True, _Uttered(kind, "", "", tuple(part for part in parts if part), ids)
         return True, _Uttered(kind, value_mark(parts), "", (), ids)
@@ -216,14 +221,40 @@ def _read_item(item: Item) -> tuple[bool, Any]:
         form = _short(f"{item.get('name')}\x00{item.get('arguments')}")
         return True, _Uttered(kind, content_of(item_digests([item])[0]), form, (), ids)
     if kind.endswith(("_output", "_approval_response")):
-        told = {name: value for name, value in item.items() if name not in ("id", "status", "output")}
-        return False, value_mark([told, _parts(item.get("output"))])
+        return False, _others(kind, item, "output")
     rest = value_mark({name: value for name, value in item.items() if name not in ("id", "status")})
     return True, _Uttered(kind, rest, rest, (), ids)
 
 
-def _parts(content: Any) -> list[Any]:
-    """A content's parts: texts as strings, others as they are, without the marks of a provider's cache."""
+def _others(kind: str, item: Item, says: str) -> str:
+    """The digest of an item that the model did not say: all its fields; `says` is the one that holds its parts."""
+    told = {name: value for name, value in item.items() if name not in (says, "type") and name not in _NOT_SAID}
+    return value_mark([kind, _present(told), _parts(item.get(says), whole=True)])
+
+
+def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """`fields` without those that are null."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two values are equal and of equal kinds: to `==`, 1 is true."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)
+
+
+def _parts(content: Any, *, whole: bool = False) -> list[Any]:
+    """A content's parts: texts as strings, others as they are, without the marks of a provider's cache.
+
+    `whole`: a text that comes with more than its kind is not told by the text alone.
+    """
     if content is None or content == "":
         return []
     if not isinstance(content, list | tuple):
@@ -233,17 +264,22 @@ def _parts(content: Any) -> list[Any]:
         if isinstance(part, Mapping):
             text = part.get("text", part.get("refusal"))
             kind = str(part.get("type", "text"))
+            part = _present({name: value for name, value in part.items() if name != "cache_control"})
             if isinstance(text, str) and (kind.endswith("text") or kind == "refusal"):
-                parts.append(text)
+                said = "text" if "text" in part else "refusal"
+                more = {
+                    name: value for name, value in part.items() if name not in ("type", said) and value not in _EMPTY
+                }
+                parts.append([text, more] if whole and more else text)
                 continue
-            part = {name: value for name, value in part.items() if name != "cache_control"}
         parts.append(part)
     return parts
 
 
 def _root(request: ResponsesRequest) -> str:
     shapes = {name: request.extra[name] for name in SHAPES_THE_PROMPT if request.extra.get(name) is not None}
-    return value_mark([list(request.tools), request.model, request.tool_choice == "none", shapes])
+    tools = [_present(tool) for tool in request.tools]
+    return value_mark([tools, request.model, request.tool_choice == "none", shapes])
 
 
 def _short(text: str) -> str:
