@@ -204,6 +204,7 @@ async def test_a_retry_count_that_no_library_reaches_marks_nothing(serve, tmp_pa
         ("best_of", [None, 1], [2, True]),
         ("use_beam_search", [None, False], [True, 0, 1]),
         ("echo", [None, False], [True, "yes"]),
+        ("truncate_prompt_tokens", [None], [5, -1, 0, False]),
     ],
 )
 @pytest.mark.parametrize("dialect", sorted(ASK))
@@ -221,3 +222,27 @@ async def test_a_captured_call_makes_one_reply_that_was_sampled_as_it_is(serve, 
                 assert reply.json()["error"]["message"].startswith(f"{name}: ")
     snapshot = await store.freeze("4-2")
     assert (len(snapshot.entries), snapshot.incomplete) == (len(fine), False)
+
+
+@pytest.mark.promise("MS-6")
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("dialect", sorted(ASK))
+async def test_a_captured_call_is_never_asked_with_ids_in_place_of_its_messages(serve, dialect, stream):
+    path, body = ASK[dialect]
+    store = MemoryStore()
+    async with serve(recorder=Recorder(store, reader=store)) as (peer, _):
+        for given, status in (
+            ({"prompt_token_ids": [120, 121]}, 400),
+            ({"prompt_token_ids": [], "mine": 1}, 400),
+            ({"prompt_token_ids": None}, 200),
+            ({"mine": 1}, 200),
+            ("odd", 200),
+        ):
+            asked = {**body, "kv_transfer_params": given, "stream": stream}
+            reply = await peer.request("POST", CAPTURED + path, body=asked)
+            assert reply.status == status, given
+            if status == 400:
+                assert reply.json()["error"]["message"].startswith("kv_transfer_params.prompt_token_ids: ")
+            assert (await peer.request("POST", "/ng-rollout/5-2" + path, body=asked)).status == 200
+    snapshot = await store.freeze("4-2")
+    assert (len(snapshot.entries), snapshot.incomplete) == (3, False)

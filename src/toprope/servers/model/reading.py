@@ -29,8 +29,11 @@ _SINGLE: dict[str, tuple[object, str]] = {
     "best_of": (1, "1 in a captured call: what is sampled and thrown away would be in no record"),
     "use_beam_search": (False, "false in a captured call: what a beam search returns was not sampled from the policy"),
     "echo": (False, "false in a captured call: the prompt is not the model's"),
+    "truncate_prompt_tokens": (None, "no value in a captured call: a prompt without its beginning is another prompt"),
 }
-"""Fields that ask for more than one sampled reply: their one accepted value, and why."""
+"""Fields that ask for more than one sampled reply to the whole prompt: their one accepted value, and why."""
+_OWN_PROMPT = "kv_transfer_params", "prompt_token_ids"
+"""Where vLLM takes a prompt of ids, which then stands in place of the messages."""
 _MAX_COUNT_DIGITS = 9
 """Digits of a retry count that is believed. No library comes near, and stores keep 64 bits."""
 
@@ -106,6 +109,12 @@ def _require_one_reply(body: Mapping[str, Any], captured: bool) -> None:
         value, (only, accepted) = body.get(name), _SINGLE[name]
         if value is not None and (value != only or isinstance(value, bool) != isinstance(only, bool)):
             raise refuse(name, value, accepted)
+    outer, inner = _OWN_PROMPT
+    given = body.get(outer)
+    if captured and isinstance(given, Mapping) and given.get(inner) is not None:
+        raise refuse(
+            f"{outer}.{inner}", given[inner], "no ids in a captured call: its record says that the messages were asked"
+        )
 
 
 def _retry_count(told: str) -> int | None:
