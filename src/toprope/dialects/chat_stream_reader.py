@@ -47,6 +47,7 @@ class ChatStreamReader:
         self._logprobs: dict[str, list[Any]] = {}
         self._message: dict[str, Any] = {}
         self._texts: dict[str, GrowingText] = {}
+        self._alone: set[str] = set()
         self._parts: list[Any] = []
         self._line: list[GrowingPiece | GrowingCall] = []
         self._calls: list[GrowingCall] = []
@@ -159,13 +160,13 @@ class ChatStreamReader:
     def reply(self, *, keep_logprobs: bool = False) -> ChatReply:
         """The completion as a plain reply is read, with the order in which it was said, and with a fault where chunks
         contradict one another. Raises as `result`."""
-        order = self._order()
+        order, fault = self._order(), self._fault or self._told_twice()
         log_probs = None if keep_logprobs else self._log_probs()
         if log_probs is not None:  # numbers already: what else there is to judge is judged without them
-            reply = read_chat_object(self._completion({"content": []}), order=order, fault=self._fault)
+            reply = read_chat_object(self._completion({"content": []}), order=order, fault=fault)
             if reply.token_ids is not None and reply.log_probs is not None and not len(reply.log_probs):
                 return replace(reply, log_probs=log_probs)
-        return read_chat_object(self.result(), keep_logprobs=keep_logprobs, order=order, fault=self._fault)
+        return read_chat_object(self.result(), keep_logprobs=keep_logprobs, order=order, fault=fault)
 
     def _log_probs(self) -> NDArray[np.float64] | None:
         """The logprob of every token, None where not each of them is a number."""
@@ -241,14 +242,29 @@ class ChatStreamReader:
         return self._news()
 
     def _take_thought(self, delta: Mapping[str, Any]) -> None:
-        """The thought, which some engines send under both of its names; the first name seen is the one emitted."""
-        for name in _THOUGHTS:
-            piece = delta.get(name)
-            if not isinstance(piece, str) or not piece:
-                continue
-            self._text(name).add(piece)
-            if next(each for each in self._texts if each in _THOUGHTS) == name:
-                self._say("reasoning", piece)
+        """The thought: what a chunk says under both of its names is said once, all else in the order in which it came.
+
+        Different texts in one chunk have no order, which is a fault."""
+        said = [name for name in delta if name in _THOUGHTS and isinstance(delta[name], str) and delta[name]]
+        for name in said:
+            self._text(name).add(delta[name])
+        if len(said) == 1:
+            self._alone.add(said[0])
+        elif len(said) > 1 and delta[said[0]] == delta[said[1]]:
+            del said[1]
+        elif said:
+            self._fault = self._fault or "no_token_ids: one chunk has two thoughts under two names"
+        for name in said:
+            self._say("reasoning", delta[name])
+
+    def _told_twice(self) -> str | None:
+        """The fault of a thought of which nobody knows whether its second name goes on with it or says it again."""
+        if len(self._alone) < 2:
+            return None
+        one, other = sorted((self._texts[name].whole() for name in _THOUGHTS), key=len)
+        if not other.startswith(one):
+            return None
+        return "no_token_ids: the thought came under two names, and the second may go on with it or say it again"
 
     def _take_content(self, content: Any) -> None:
         if isinstance(content, list):  # parts, as some providers stream thoughts: kept, not emitted
@@ -338,10 +354,15 @@ class ChatStreamReader:
             text = self._texts[name] = GrowingText()
         return text
 
+    def _said(self, kind: str) -> list[str]:
+        return [each.text.whole() for each in self._line if each.kind == kind and isinstance(each, GrowingPiece)]
+
     def _whole_message(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None, **self._message}
         message.update({name: text.whole() for name, text in self._texts.items()})
-        texts = [each.text.whole() for each in self._line if each.kind == "message" and isinstance(each, GrowingPiece)]
+        thought = self._said("reasoning")
+        message.update({name: "".join(thought) for name in _THOUGHTS if name in self._texts})
+        texts = self._said("message")
         if texts or self._has_text:
             message["content"] = "".join(texts)
         if self._parts:

@@ -215,6 +215,38 @@ def test_a_thought_is_one_under_either_name_or_both(names):
     assert [item["type"] for item in _items(completion)] == ["reasoning", "message"]
 
 
+@pytest.mark.parametrize(
+    ("chunks", "thought", "fault"),
+    [
+        ([{"reasoning": "t"}, {"reasoning_content": "u"}, {"reasoning": "v"}], "tuv", None),
+        ([{"reasoning_content": "t"}, {"reasoning": "u"}, {"content": "x"}, {"reasoning_content": "v"}], "tuv", None),
+        ([{"reasoning": "t", "reasoning_content": "t"}, {"reasoning": "u"}, {"reasoning_content": "v"}], "tuv", None),
+        ([{"reasoning": "t", "reasoning_content": "t"}, {"reasoning": "u"}], "tu", None),
+        ([{"reasoning": "t", "reasoning_content": "u"}], "tu", "two thoughts"),
+        ([{"reasoning": "tu"}, {"reasoning_content": "t"}, {"reasoning_content": "u"}], "tutu", "say it again"),
+        ([{"reasoning": "t"}, {"reasoning_content": "t"}, {"reasoning": "v"}], "ttv", "say it again"),
+    ],
+    ids=["to and fro", "round a text", "after both", "one goes on", "in one chunk", "a copy or not", "a piece again"],
+)
+@pytest.mark.parametrize("short", [False, True])
+def test_a_thought_under_two_names_is_told_and_kept_whole_in_the_order_said(chunks, thought, fault, short):
+    reader, said = ChatStreamReader("r1"), []
+    for chunk in map(_chunk, [{"role": "assistant"}, *chunks]):
+        if not (short and reader.feed_plain([json.dumps(chunk).encode()], 0, said)):
+            said += reader.feed(chunk)
+    reader.feed(_chunk({}, finish_reason="stop"))
+    reply = reader.reply()
+    assert "".join(delta.text for delta in said if isinstance(delta, ReasoningDelta)) == thought
+    for dialect in DIALECTS:
+        items = with_item_ids(output_from_chat(reply.message, "r1", () if dialect == "chat" else reply.order), "r1")
+        kept = [part["text"] for item in items if item["type"] == "reasoning" for part in item["content"]]
+        assert "".join(kept) == thought
+        writer = open_stream(dialect, REQUEST, reply_id="r1", model="m", created=1)
+        end = PivotReply(items, "stop", "m", Usage(1, 1), "r1", 1)
+        b"".join([writer.open(), *map(writer.delta, said), writer.finish(end)])  # which no contradiction ends
+    assert reply.token_fault is None if fault is None else fault in reply.token_fault
+
+
 def test_halves_of_a_character_in_two_chunks_are_one_character():
     deltas, completion = _read(
         _chunk({"content": "a\ud83d"}), _chunk({"content": "\ude00b"}), _chunk({"content": "\ud83d"})
