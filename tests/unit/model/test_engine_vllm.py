@@ -12,7 +12,7 @@ import pytest
 from toprope.dialects.chat_request import request_from_chat
 from toprope.dialects.messages_request import request_from_messages
 from toprope.dialects.responses import request_from_responses
-from toprope.errors.tree import EngineUnavailable, ModelAuth, ModelContextLength
+from toprope.errors.tree import ConfigError, EngineUnavailable, ModelAuth, ModelContextLength
 from toprope.http.client import Client
 from toprope.servers.model.engines.base import EngineRequest, StreamDied
 from toprope.servers.model.engines.vllm import VllmEngine
@@ -134,6 +134,29 @@ async def test_a_start_names_the_url_that_is_dead_wrong_or_silent(client):
         alive.models = error(401, "bad key")
         with pytest.raises(ModelAuth, match="bad key"):
             await VllmEngine(client=client, base_url=f"{url}/v1").start()
+
+
+@pytest.mark.parametrize("model", [None, "a"])
+async def test_replicas_that_serve_different_models_are_refused_at_the_start(client, model):
+    async with serving(VllmStandIn(model="a")) as one, serving(VllmStandIn(model="b")) as two:
+        engine = VllmEngine(client=client, base_url=f"{one}/v1", replicas=[f"{two}/v1"], model=model)
+        with pytest.raises(EngineUnavailable, match="different models") as caught:
+            await engine.start()
+    assert f"{one}/v1 serves a; {two}/v1 serves b" in caught.value.message
+
+
+async def test_replicas_that_render_a_prompt_differently_are_refused_at_the_start(client):
+    other = VllmStandIn()
+    other.closes_turns = True
+    async with serving(VllmStandIn()) as one, serving(other) as two:
+        with pytest.raises(EngineUnavailable, match="same tokeniser and the same chat template") as caught:
+            await VllmEngine(client=client, base_url=f"{one}/v1", replicas=[f"{two}/v1"]).start()
+    assert f"{two}/v1 renders a prompt to other ids than the one at {one}/v1" in caught.value.message
+
+
+def test_a_probe_without_time_is_refused(client):
+    with pytest.raises(ConfigError, match=r"probe_timeout_s 0: expected seconds above 0"):
+        VllmEngine(client=client, base_url="http://a:1/v1", probe_timeout_s=0)
 
 
 # Calls

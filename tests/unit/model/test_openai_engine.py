@@ -214,6 +214,63 @@ def test_a_base_url_that_is_none_is_a_configuration_error(client):
 
 
 @pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"retry_budget_s": -1.0}, "retry_budget_s -1.0: expected seconds, 0 or more"),
+        ({"retry_budget_s": float("nan")}, "retry_budget_s nan: expected seconds, 0 or more"),
+        ({"max_reply_bytes": 0}, "max_reply_bytes 0: expected at least 1"),
+        ({"max_attempts": 0}, "max_attempts 0: expected at least 1"),
+        ({"timeout_s": 0.0}, "timeout_s 0.0: expected seconds above 0"),
+        ({"replicas": ["http://B:1/v1", "http://A:1/v1/"]}, "http://A:1/v1/ stands there twice"),
+        ({"replicas": ["http://b:1/v1", "http://b:1/v1"]}, "http://b:1/v1 stands there twice"),
+        ({"replicas": ["b:1/v1"]}, "replicas: URL"),
+        ({"replicas": "http://b:1/v1"}, "expected a list of base URLs"),
+    ],
+)
+async def test_bounds_and_replicas_that_cannot_be_are_refused_by_name(client, given, says):
+    with pytest.raises(ConfigError) as caught:
+        OpenAIEngine(client=client, base_url="http://a:1/v1", **given)
+    assert says in caught.value.message
+    OpenAIEngine(client=client, base_url="http://a:1/v1", replicas=["http://a:1/v2", "http://a:2/v1"], retry_budget_s=0)
+
+
+def lists(*names):
+    if not names:
+        return UpstreamReply(b"{}", 404)
+    return UpstreamReply(json.dumps({"data": [{"id": name} for name in names]}).encode())
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "model", "says"),
+    [
+        (("a",), ("b",), None, "without `model` they must all list the same"),
+        (("a",), ("a", "b"), None, "without `model`"),
+        (("a",), ("b",), "a", "`model` is 'a', which each must list"),
+        (("a", "b"), ("b", "a"), None, None),
+        (("a",), ("b", "a"), "a", None),
+        (("a",), (), None, None),
+        ((), ("a",), "a", None),
+        ((), (), "a", None),
+    ],
+)
+async def test_replicas_that_serve_different_models_are_refused_at_the_start(client, first, second, model, says):
+    upstreams = [ScriptedUpstream() for _ in range(2)]
+    for upstream, names in zip(upstreams, (first, second), strict=True):
+        upstream.models = lists(*names)
+    async with serving(upstreams[0]) as one, serving(upstreams[1]) as two:
+        engine = OpenAIEngine(client=client, base_url=f"{one}/v1", replicas=[f"{two}/v1"], model=model)
+        if says is None:
+            await engine.start()
+            assert engine._only_model == ("a" if {*first, *second} == {"a"} else None)
+            return
+        with pytest.raises(EngineUnavailable, match=says) as caught:
+            await engine.start()
+    assert not caught.value.retryable
+    for url, names in ((one, first), (two, second)):
+        assert f"{url}/v1 serves {', '.join(sorted(names))}" in caught.value.message
+
+
+@pytest.mark.parametrize(
     ("told", "waits"),
     [
         (3_600.0, [(3_000.0, 3_600.0), (3_000.0, 3_600.0)]),

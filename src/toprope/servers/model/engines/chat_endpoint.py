@@ -65,6 +65,10 @@ class EndpointBounds:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name} {value}: expected seconds above 0, or null for no bound")
+        if not self.retry_budget_s >= 0:
+            raise ConfigError(f"retry_budget_s {self.retry_budget_s}: expected seconds, 0 or more")
+        if self.max_reply_bytes < 1:
+            raise ConfigError(f"max_reply_bytes {self.max_reply_bytes}: expected at least 1")
 
 
 class ChatEndpoint:

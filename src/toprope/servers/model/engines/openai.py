@@ -10,18 +10,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Annotated, Any, TypeAlias
+
+import msgspec
 
 from toprope.dialects.chat_reply import finish_from_chat, output_from_chat
 from toprope.dialects.chat_request import clean_chat_body, request_to_chat
-from toprope.errors.tree import BadRequest, ModelRejected
+from toprope.errors.tree import BadRequest, ConfigError, EngineUnavailable, ModelRejected
 from toprope.http.client import Client
-from toprope.http.peer import MAX_REPLY_BYTES
+from toprope.http.peer import MAX_REPLY_BYTES, read_base_url
 from toprope.protocol.headers import CLIENT_SESSION
 from toprope.servers.model.engines.base import Capabilities, EngineReply, EngineRequest, LogprobsMode, SampledTokens
 from toprope.servers.model.engines.chat_endpoint import ChatEndpoint, EndpointBounds, no_completion
 from toprope.servers.model.engines.replicas import Replicas
 from toprope.wire.chat import ChatReply
+
+BaseUrls: TypeAlias = Annotated[Sequence[str], msgspec.Meta(description="a list of base URLs")]
 
 
 class OpenAIEngine:
@@ -32,7 +36,7 @@ class OpenAIEngine:
     as vLLM is. `stream_usage` asks for usage in streams, which an endpoint that refuses `stream_options` must not be.
     `max_attempts` and `retry_budget_s` bound what is sent again after 429 and 5xx; `timeout_s` bounds one generation,
     `idle_timeout_s` the time without a byte of a stream, `max_reply_bytes` the reply. Raises `ConfigError` for a base
-    URL that is none.
+    URL that is none or stands there twice, and for a bound that cannot be one.
     """
 
     def __init__(
@@ -40,7 +44,7 @@ class OpenAIEngine:
         *,
         client: Client,
         base_url: str,
-        replicas: Sequence[str] = (),
+        replicas: BaseUrls = (),
         model: str | None = None,
         api_key: str | None = None,
         return_token_ids: bool = False,
@@ -54,6 +58,7 @@ class OpenAIEngine:
         max_reply_bytes: int = MAX_REPLY_BYTES,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        _check_replicas(base_url, replicas)
         bounds = EndpointBounds(max_attempts, retry_budget_s, timeout_s, idle_timeout_s, max_reply_bytes)
         self._replicas = Replicas(
             [
@@ -71,14 +76,34 @@ class OpenAIEngine:
         self._stream_usage = stream_usage
 
     async def start(self) -> None:
-        """On return every endpoint answered `/models`. Raises `EngineUnavailable` or `ModelAuth` naming the URL."""
-        for replica in self._replicas.all:
-            self._learn_model(await replica.endpoint.models() or [])
+        """On return every endpoint answered `/models`, and all that list models serve the same.
 
-    def _learn_model(self, models: list[dict[str, Any]]) -> None:
-        names = [entry["id"] for entry in models if isinstance(entry.get("id"), str)]
-        if len(names) == 1:
-            self._only_model = names[0]
+        Raises `EngineUnavailable` or `ModelAuth` naming the URL."""
+        await self._learn_models()
+
+    async def _learn_models(self) -> list[list[dict[str, Any]]]:
+        """The entries of `/models` of every endpoint, empty where it lists none. Learns the only model, if it is one.
+
+        A call goes to any replica: `EngineUnavailable` where they do not all serve the model, without `model` the same
+        ones.
+        """
+        entries = [await replica.endpoint.models() or [] for replica in self._replicas.all]
+        named = [sorted({entry["id"] for entry in each if isinstance(entry.get("id"), str)}) for each in entries]
+        told = [names for names in named if names]
+        if self.model is None:
+            rule, agree = "without `model` they must all list the same", all(names == told[0] for names in told)
+        else:
+            rule, agree = f"`model` is {self.model!r}, which each must list", all(self.model in names for names in told)
+        if len(named) > 1 and not agree:
+            places = [replica.endpoint.base_url for replica in self._replicas.all]
+            serves = [f"{url} serves {', '.join(names)}" for url, names in zip(places, named, strict=True) if names]
+            raise EngineUnavailable(
+                f"the replicas of one engine serve different models: {'; '.join(serves)}; {rule}. Give other models an "
+                "engine of their own.",
+                retryable=False,
+            )
+        self._only_model = told[0][0] if told and len(told[0]) == 1 else None
+        return entries
 
     async def close(self) -> None:
         """Nothing to close: connections belong to the client that was given."""
@@ -150,6 +175,21 @@ async def generate_at(
         extra=completion.extra,
         losses=losses,
     )
+
+
+def _check_replicas(base_url: str, replicas: Sequence[str]) -> None:
+    if isinstance(replicas, str):
+        raise ConfigError(f"replicas {replicas!r}: expected a list of base URLs")
+    seen: set[tuple[str, str]] = set()
+    for name, url in (("base_url", base_url), *(("replicas", url) for url in replicas)):
+        try:
+            origin, path = read_base_url(url)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from error
+        place = (str(origin).lower(), path)
+        if place in seen:
+            raise ConfigError(f"replicas: {url} stands there twice; `base_url` is the first replica, list only others")
+        seen.add(place)
 
 
 def pin_tokens(body: dict[str, Any]) -> None:

@@ -16,16 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from typing import Any
 
-from toprope.errors.tree import EngineUnavailable, ModelRejected
+from toprope.errors.tree import ConfigError, EngineUnavailable, ModelRejected
 from toprope.http.client import Client
 from toprope.http.peer import MAX_REPLY_BYTES
 from toprope.servers.model.engines.base import Capabilities, EngineRequest, LogprobsMode, NextTurn
 from toprope.servers.model.engines.chat_endpoint import ChatEndpoint
-from toprope.servers.model.engines.openai import OpenAIEngine, pin_tokens
+from toprope.servers.model.engines.openai import BaseUrls, OpenAIEngine, pin_tokens
 from toprope.servers.model.engines.vllm_turns import TurnTails
 from toprope.tokens.entry import BadRecord, as_log_probs
 from toprope.wire.chat import ChatReply
@@ -33,6 +33,8 @@ from toprope.wire.chat import ChatReply
 log = logging.getLogger(__name__)
 
 _TOKEN_PROMPT = "kv_transfer_params"
+_PROBE = "Größe 10², 你好:\n\tdef f(x1): return x1  # 2026"
+"""Text of many kinds, so that tokenisers differ on it."""
 _NEEDS = (
     "Toprope needs a vLLM that knows `return_token_ids`, reached directly and not through a proxy that drops "
     "fields it does not know; for an endpoint without ids use the engine `openai`."
@@ -53,7 +55,7 @@ class VllmEngine(OpenAIEngine):
         *,
         client: Client,
         base_url: str,
-        replicas: Sequence[str] = (),
+        replicas: BaseUrls = (),
         model: str | None = None,
         api_key: str | None = None,
         token_prompts: bool = True,
@@ -67,6 +69,8 @@ class VllmEngine(OpenAIEngine):
         max_reply_bytes: int = MAX_REPLY_BYTES,
         pause: Callable[[float], Awaitable[None]] = asyncio.sleep,
     ) -> None:
+        if not probe_timeout_s > 0:
+            raise ConfigError(f"probe_timeout_s {probe_timeout_s}: expected seconds above 0")
         super().__init__(
             client=client,
             base_url=base_url,
@@ -91,14 +95,23 @@ class VllmEngine(OpenAIEngine):
         self._tails = TurnTails(self._tokenize, reasoning_field)
 
     async def start(self) -> None:
-        """On return every replica returned exact ids for a tiny call, plain and streamed, and `capabilities` say
-        whether all of them take prompts of ids.
+        """On return every replica returned exact ids for a tiny call, plain and streamed, all of them the same for its
+        prompt, and `capabilities` say whether all take prompts of ids.
 
         Raises `EngineUnavailable` naming the URL and what was missing, or the provider's own refusal.
         """
         accepts = self.capabilities.accepts_token_prompt
-        for replica in self._replicas.all:
-            accepts = await self._probe(replica.endpoint, token_prompts=accepts)
+        first: list[int] | None = None
+        for replica, models in zip(self._replicas.all, await self._learn_models(), strict=True):
+            prompt, accepts = await self._probe(replica.endpoint, models, token_prompts=accepts)
+            first = prompt if first is None else first
+            if prompt != first:
+                raise EngineUnavailable(
+                    f"the vLLM at {replica.endpoint.base_url} renders a prompt to other ids than the one at "
+                    f"{self.base_url}: {prompt[:20]}, not {first[:20]}. Replicas need the same tokeniser and the same "
+                    "chat template.",
+                    retryable=False,
+                )
         if self.capabilities.accepts_token_prompt and not accepts:
             log.warning("%s: prompts cannot be given as ids here; token-in is off", self.base_url)
         self.capabilities = replace(self.capabilities, accepts_token_prompt=accepts)
@@ -125,11 +138,12 @@ class VllmEngine(OpenAIEngine):
             body[_TOKEN_PROMPT] = {**kept, "prompt_token_ids": request.prompt_token_ids.tolist()}
         return body, losses
 
-    async def _probe(self, endpoint: ChatEndpoint, *, token_prompts: bool) -> bool:
-        """One plain call and one streamed; whether the second obeyed its prompt of ids, where it was given one."""
+    async def _probe(
+        self, endpoint: ChatEndpoint, models: list[dict[str, Any]], *, token_prompts: bool
+    ) -> tuple[list[int], bool]:
+        """One plain call and one streamed: the prompt ids of the plain one, and whether the other obeyed its prompt of
+        ids, where it was given one."""
         url = endpoint.base_url
-        models = await endpoint.models() or []
-        self._learn_model(models)
         model = self.model or self._only_model
         served = [str(entry.get("id")) for entry in models]
         if model is None or (served and model not in served):
@@ -139,7 +153,7 @@ class VllmEngine(OpenAIEngine):
         self._learn_length(next((entry for entry in models if entry.get("id") == model), {}))
         body: dict[str, Any] = {
             "model": model,
-            "messages": [{"role": "user", "content": "1"}],
+            "messages": [{"role": "user", "content": _PROBE}],
             "max_tokens": 1,
             "temperature": 0,
         }
@@ -157,7 +171,7 @@ class VllmEngine(OpenAIEngine):
         if reply is None:
             reply = await self._tried(endpoint, streamed)
         seen, _ = _exact(reply, f"the vLLM at {url} answered a streamed call")
-        return token_prompts and seen == given
+        return prompt, token_prompts and seen == given
 
     async def _tried(self, endpoint: ChatEndpoint, body: dict[str, Any]) -> ChatReply:
         try:
