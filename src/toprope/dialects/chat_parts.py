@@ -97,7 +97,8 @@ def _part_to_chat(part: Any) -> Part:
         image = {"url": part.get("image_url") or part.get("file_id")}
         if part.get("detail") not in (None, "auto"):
             image["detail"] = part["detail"]
-        rest = {k: v for k, v in part.items() if k not in ("type", "image_url", "detail", "file_id")}
+        read = ("type", "image_url", "detail") if part.get("image_url") else ("type", "image_url", "detail", "file_id")
+        rest = {k: v for k, v in part.items() if k not in read}
         return {"type": "image_url", "image_url": image, **rest}
     if kind == "input_file":
         return {"type": "file", "file": {k: v for k, v in part.items() if k != "type"}}
@@ -149,8 +150,40 @@ def tools_to_chat(tools: Sequence[Tool]) -> tuple[list[Tool], list[str]]:
     return nested, lost
 
 
+def check_choice(choice: str | Mapping[str, Any] | None, where: str = "tool_choice") -> None:
+    """Raise `BadRequest` naming the field unless a tool choice, in any dialect's spelling, can be converted."""
+    if not isinstance(choice, Mapping):
+        return
+    kind = choice.get("type")
+    if not isinstance(kind, str | None):
+        raise refuse(f"{where}.type", kind, "the kind of a choice")
+    if not isinstance(choice.get("name"), str | None):
+        raise refuse(f"{where}.name", choice["name"], "the name of a tool")
+    inner = choice.get(kind) if kind in ("function", "custom", "allowed_tools") else None
+    if inner is not None:
+        if not isinstance(inner, Mapping):
+            raise refuse(f"{where}.{kind}", inner, "an object")
+        if not isinstance(inner.get("name"), str | None):
+            raise refuse(f"{where}.{kind}.name", inner["name"], "the name of a tool")
+    if kind != "allowed_tools":
+        return
+    for holder, place in ((choice, where), (inner or {}, f"{where}.{kind}")):
+        tools = holder.get("tools")
+        if tools is not None and not isinstance(tools, list):
+            raise refuse(f"{place}.tools", tools, "a list of tools")
+        for index, tool in enumerate(tools or ()):
+            if not isinstance(tool, Mapping) or tool.get("type") == "allowed_tools":
+                raise refuse(f"{place}.tools[{index}]", tool, "an object that names one tool")
+            check_choice(tool, f"{place}.tools[{index}]")
+
+
 def choice_from_chat(choice: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
-    """Chat's tool choice in Responses' spelling."""
+    """Chat's tool choice in Responses' spelling. Raises `BadRequest` as `check_choice`."""
+    check_choice(choice)
+    return _choice_from_chat(choice)
+
+
+def _choice_from_chat(choice: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
     if not isinstance(choice, Mapping):
         return choice
     kind = choice.get("type")
@@ -161,13 +194,13 @@ def choice_from_chat(choice: str | Mapping[str, Any] | None) -> str | Mapping[st
         return {
             "type": kind,
             "mode": inner.get("mode"),
-            "tools": [choice_from_chat(tool) for tool in inner.get("tools") or ()],
+            "tools": [_choice_from_chat(tool) for tool in inner.get("tools") or ()],
         }
     return choice
 
 
 def choice_to_chat(choice: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
-    """Responses' tool choice in Chat's spelling."""
+    """Responses' tool choice, one that `check_choice` accepts, in Chat's spelling."""
     if not isinstance(choice, Mapping):
         return choice
     kind = choice.get("type")

@@ -57,12 +57,13 @@ def request_from_chat(body: Mapping[str, Any], items: tuple[Item, ...] | None = 
             f"n: {body['n']!r} is not supported: {dict(fields_of('chat -> pivot', 'refused'))['n']}", status=400
         )
     tools = objects_field(body, "tools") or [{"type": "function", **f} for f in objects_field(body, "functions")]
+    choice = choice_from_chat(choice_field(body, "tool_choice"))
     limit = int_field(body, "max_completion_tokens")
     return ResponsesRequest(
         input=items_from_messages(body["messages"]) if items is None else items,
         model=text_field(body, "model"),
         tools=tools_from_chat(tools),
-        tool_choice=choice_from_chat(choice_field(body, "tool_choice")) if tools else None,
+        tool_choice=choice if tools else None,
         parallel_tool_calls=bool_field(body, "parallel_tool_calls"),
         max_output_tokens=limit if limit is not None else int_field(body, "max_tokens"),
         temperature=number_field(body, "temperature"),

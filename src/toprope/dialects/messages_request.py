@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from toprope.dialects.chat_parts import check_choice
 from toprope.dialects.losses import fields_of
 from toprope.dialects.messages_history import items_from_system, items_from_turns
 from toprope.wire.fields import (
@@ -82,6 +83,7 @@ def _choice(choice: Any) -> tuple[str | Mapping[str, Any] | None, bool | None]:
     """The tool choice in Responses' spelling, and whether calls may be parallel where it says so."""
     if choice is None or isinstance(choice, str):
         return _CHOICES.get(choice or "", choice), None
+    check_choice(choice)
     flag = choice.get("disable_parallel_tool_use")
     parallel = not flag if isinstance(flag, bool) else None
     kind = choice.get("type")

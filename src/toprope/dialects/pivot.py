@@ -85,7 +85,24 @@ def request_items(request: ResponsesRequest) -> tuple[Item, ...]:
     return ({"type": "message", "role": "system", "content": request.instructions}, *request.input)
 
 
-_MEDIA = ("input_image", "input_audio", "input_file", "image_url")
+_WORDS = frozenset(
+    (
+        "text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal",
+        # thoughts and calls that libraries leave in the content of a turn, and what names a tool or quotes a text
+        "thinking", "redacted_thinking", "reasoning", "tool_use", "tool_call", "function_call", "tool_reference",
+        "search_result",
+    )
+)  # fmt: skip
+"""The kinds of content parts that are words alone. Whatever else stands in content is taken for media: an engine knows
+kinds that we do not (`video_url`, `image_embeds`), and what they become in a prompt is not text."""
+_MEDIA_FIELDS = frozenset(
+    (
+        "image_url", "image_pil", "image_embeds", "image", "input_image", "images", "audio_url", "audio_embeds",
+        "input_audio", "audio", "video_url", "input_video", "video", "videos", "file", "input_file",
+    )
+)  # fmt: skip
+"""Fields that hold media in a part that names no kind (vLLM reads those), or beside the content of a message."""
+_SEEN = ("image", "audio", "video", "file", "screenshot")
 
 
 def has_media(request: ResponsesRequest) -> bool:
@@ -94,12 +111,44 @@ def has_media(request: ResponsesRequest) -> bool:
 
 
 def media_among(items: Iterable[Item]) -> bool:
-    """Whether any of these items holds an image, sound or file."""
+    """Whether any of these items holds an image, sound, film or file, or a part of a kind that we do not know.
+
+    Items of kinds that no message is made of (`web_search_call`) have contents of their own kinds: there only what is
+    called media counts.
+    """
     for item in items:
-        content = item.get("output") if item.get("type") == "function_call_output" else item.get("content")
-        if isinstance(content, list) and any(isinstance(p, dict) and p.get("type") in _MEDIA for p in content):
+        kind = item.get("type")
+        content = item.get("output") if kind == "function_call_output" else item.get("content")
+        if kind in ("message", "function_call_output"):
+            if isinstance(content, list) and any(map(_is_media, content)):
+                return True
+            if not _MEDIA_FIELDS.isdisjoint(item) and any(item.get(name) for name in _MEDIA_FIELDS):
+                return True
+        elif any(map(_is_called_media, (*_parts_of(content), *_parts_of(item.get("output"))))):
             return True
     return False
+
+
+def _is_media(part: Any) -> bool:
+    if not isinstance(part, dict):
+        return False
+    kind = part.get("type")
+    if kind is None:
+        words = isinstance(part.get("text"), str) or isinstance(part.get("refusal"), str)
+    else:
+        words = isinstance(kind, str) and kind in _WORDS
+    if not words or (not _MEDIA_FIELDS.isdisjoint(part) and any(part.get(name) for name in _MEDIA_FIELDS)):
+        return True
+    return kind == "search_result" and any(map(_is_media, _parts_of(part.get("content"))))
+
+
+def _is_called_media(part: Any) -> bool:
+    kind = part.get("type") if isinstance(part, dict) else None
+    return isinstance(kind, str) and any(each in kind for each in _SEEN)
+
+
+def _parts_of(content: Any) -> list[Any]:
+    return content if isinstance(content, list) else [content]
 
 
 _SHAPING = (

@@ -83,10 +83,30 @@ def _turn(rng: random.Random) -> Any:
     return made
 
 
+def _tool(rng: random.Random) -> dict[str, Any]:
+    """A tool that is nearly right, in one of the two spellings."""
+    kind = rng.choice(("function", "custom", "function", "allowed_tools"))
+    inner = {"name": rng.choice(WORDS), "parameters": {}, **_object(rng, 2)} if rng.random() < 0.7 else _value(rng)
+    return {"type": kind, kind: inner} if rng.random() < 0.5 or not isinstance(inner, dict) else {**inner, "type": kind}
+
+
+def _choice(rng: random.Random) -> dict[str, Any]:
+    """A tool choice that is nearly right: one tool, or one among some, in one of the two spellings."""
+    if rng.random() < 0.3:
+        return _tool(rng)
+    among = {"mode": "auto", "tools": [_tool(rng) for _ in range(rng.randrange(3))]}
+    if rng.random() < 0.3:
+        among["tools"] = _value(rng)
+    kind = "allowed_tools"
+    return {"type": kind, kind: among} if rng.random() < 0.5 else {"type": kind, **among}
+
+
 def _body(rng: random.Random, dialect: str) -> dict[str, Any]:
     body = {rng.choice(FIELDS): _value(rng) for _ in range(rng.randrange(3))}
     if rng.random() < 0.3:
-        body["tools"] = [_object(rng) for _ in range(rng.randrange(3))]
+        body["tools"] = [(_object if rng.random() < 0.5 else _tool)(rng) for _ in range(rng.randrange(3))]
+        if rng.random() < 0.5:
+            body["tool_choice"] = _choice(rng)
     turns = [_turn(rng) for _ in range(rng.randrange(1, 4))]
     return {**body, "input" if dialect == "responses" else "messages": turns}
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from toprope.dialects.chat_request import clean_chat_body, request_from_chat, request_to_chat
-from toprope.dialects.pivot import request_items
+from toprope.dialects.messages_request import request_from_messages
+from toprope.dialects.pivot import has_media, request_items
 from toprope.dialects.responses import request_from_responses
 from toprope.errors.tree import BadRequest
 
@@ -163,3 +164,86 @@ def test_a_cleaned_chat_body_has_no_nulls_no_echoes_and_the_clients_own_strings(
 def test_instructions_stand_first_among_the_items():
     items = request_items(request_from_responses(RESPONSES))
     assert [item["role"] for item in items] == ["system", "user"]
+
+
+READERS = {"chat": request_from_chat, "responses": request_from_responses, "messages": request_from_messages}
+
+
+def read(dialect, *turns, **more):
+    return READERS[dialect]({"input" if dialect == "responses" else "messages": list(turns), **more})
+
+
+SEEN = ("video_url", "audio_url", "input_audio", "input_video", "image_embeds", "image_pil", "video", "a kind of 2031")
+
+
+@pytest.mark.parametrize("kind", SEEN)
+@pytest.mark.parametrize("dialect", READERS)
+def test_a_part_of_a_kind_that_is_not_known_to_be_words_counts_as_media(dialect, kind):
+    part = {"type": kind, kind: {"url": "data:x"}}
+    words = {"type": "input_text" if dialect == "responses" else "text", "text": "what is it?"}
+    assert has_media(read(dialect, {"role": "user", "content": [part, words]}))
+    assert not has_media(read(dialect, {"role": "user", "content": [words]}))
+
+
+def test_media_in_a_result_in_an_untyped_part_and_beside_the_words_counts_too():
+    part = {"type": "video_url", "video_url": {"url": "data:x"}}
+    block = {"type": "video", "source": {"type": "url", "url": "u"}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": [block]}
+    quoted = {"type": "search_result", "title": "t", "content": [{"type": "text", "text": "a"}, block]}
+    assert has_media(read("chat", {"role": "tool", "tool_call_id": "c", "content": [part]}))
+    assert has_media(read("responses", {"type": "function_call_output", "call_id": "c", "output": [part]}))
+    assert has_media(read("messages", {"role": "user", "content": [result]}))
+    assert has_media(read("messages", {"role": "user", "content": [quoted]}))
+    for odd in (
+        {"video_url": {"url": "u"}},
+        {"text": "a", "audio_url": {"url": "u"}},
+    ):  # engines take kinds from fields
+        assert has_media(read("chat", {"role": "user", "content": [odd]}))
+    assert has_media(read("chat", {"role": "user", "content": "a", "images": ["AA=="]}))
+
+
+def test_a_conversation_of_words_thoughts_calls_and_quotes_holds_no_media():
+    quote = {"type": "search_result", "title": "t", "content": [{"type": "text", "text": "a"}]}
+    named = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "tool_reference", "tool_name": "f"}]}
+    plain = {"type": "document", "source": {"type": "text", "data": "a"}}
+    found = {"type": "web_search_tool_result", "tool_use_id": "w", "content": [{"type": "web_search_result"}]}
+    thought = {"type": "redacted_thinking", "data": "x"}
+    assert not has_media(read("messages", {"role": "user", "content": [quote, named, plain, "x"]}))
+    assert not has_media(read("messages", {"role": "assistant", "content": [thought, found]}))
+    parts = [{"type": "thinking", "thinking": "t"}, {"type": "refusal", "refusal": "no"}, {"text": "x"}, "y"]
+    assert not has_media(read("chat", {"role": "assistant", "content": parts, "audio": None}))
+    thought = {"type": "reasoning", "summary": [{"type": "summary_text", "text": "s"}], "content": None}
+    assert not has_media(read("responses", thought, {"type": "web_search_call", "action": {"type": "search"}}))
+
+
+TOOL = {
+    "chat": {"type": "function", "function": {"name": "f"}},
+    "responses": {"type": "function", "name": "f"},
+    "messages": {"name": "f", "input_schema": {}},
+}
+
+
+@pytest.mark.parametrize("tools", [5, "f", {"a": 1}, [5], [[1]], [{"type": ["function"]}], [{"type": "allowed_tools"}]])
+@pytest.mark.parametrize("dialect", READERS)
+def test_a_choice_among_tools_that_cannot_be_read_is_refused_by_its_name(dialect, tools):
+    flat = {"type": "allowed_tools", "mode": "auto", "tools": tools}
+    nested = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": tools}}
+    for choice in (flat, nested):
+        with pytest.raises(BadRequest, match=r"^tool_choice\..*tools") as refused:
+            read(dialect, {"role": "user", "content": "x"}, tools=[TOOL[dialect]], tool_choice=choice)
+        assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("choice", [{"type": ["x"]}, {"type": "function", "name": 7}, {"type": "custom", "custom": 5}])
+@pytest.mark.parametrize("dialect", READERS)
+def test_a_choice_of_no_kind_or_name_is_refused_by_its_field(dialect, choice):
+    with pytest.raises(BadRequest, match=r"^tool_choice\."):
+        read(dialect, {"role": "user", "content": "x"}, tools=[TOOL[dialect]], tool_choice=choice)
+
+
+def test_a_choice_among_tools_reaches_chat_from_each_spelling():
+    asked = {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [TOOL["chat"]]}}
+    flat = {"type": "allowed_tools", "mode": "auto", "tools": [TOOL["responses"]]}
+    for dialect, choice in (("chat", asked), ("responses", flat)):
+        request = read(dialect, {"role": "user", "content": "x"}, tools=[TOOL[dialect]], tool_choice=choice)
+        assert request_to_chat(request)[0]["tool_choice"] == asked
