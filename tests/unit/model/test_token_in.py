@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -282,6 +283,17 @@ def test_a_reader_knows_true_from_one():
     assert true.skeleton(0) == Reader().conversation(asked(True)).skeleton(0) != one.skeleton(0)
 
 
+def test_a_reader_tells_a_longer_list_apart_and_no_null_from_an_absent_field():
+    def skeleton(reader, message):
+        return reader.conversation(ResponsesRequest(({"type": "message", "role": "user", **message},))).skeleton(0)
+
+    reader = Reader()
+    short = skeleton(reader, {"content": [{"type": "x", "deep": [1]}]})
+    assert skeleton(reader, {"content": [{"type": "x", "deep": [1, 2]}]}) != short
+    assert skeleton(reader, {"content": [{"type": "x", "deep": [1]}], "name": None}) == short
+    assert skeleton(reader, {"content": [{"type": "x", "deep": [1]}], "name": "bob"}) != short
+
+
 async def test_a_null_of_a_tool_is_an_absent_field(house):
     function = TOOLS[0]["function"]
     async with house(engine=ScriptedEngine(script=["one", "two", "three"], accepts_token_prompt=True)) as here:
@@ -378,6 +390,55 @@ async def test_an_engine_that_answers_from_other_ids_leaves_a_marked_rollout_and
         snapshot = await here.store.freeze("r")
         assert snapshot.incomplete
         assert any(reason.startswith("no_token_ids") for reason in snapshot.reasons)
+
+
+IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}]}
+
+
+@pytest.mark.promise("MS-12")
+@pytest.mark.parametrize(
+    ("after", "more", "outcome"),
+    [
+        ([], {}, "fallback:prefilled"),
+        ([USER], {"continue_final_message": True}, "fallback:prefilled"),
+        ([USER], {"add_generation_prompt": False}, "fallback:prefilled"),
+        ([USER], {"continue_final_message": None, "add_generation_prompt": True}, "exact"),
+        ([IMAGE], {}, "fallback:media"),
+        ([USER], {}, "exact"),
+    ],
+)
+async def test_a_turn_that_is_begun_already_or_holds_an_image_is_not_made_of_ids(house, after, more, outcome):
+    async with house(engine=ScriptedEngine(script=["one", "two"], accepts_token_prompt=True)) as here:
+        said = await here.ask([USER])
+        await here.ask([USER, said, *after], **more)
+        assert here.outcomes() == ["first", outcome]
+        assert (here.engine.requests[-1].prompt_token_ids is None) is (outcome != "exact")
+
+
+class Kept(MemoryStore):
+    """Tells of its entries with some fields changed."""
+
+    def __init__(self, **changed):
+        super().__init__()
+        self.changed = changed
+
+    async def open_entries(self, rollout_id, since):
+        return tuple(replace(entry, **self.changed) for entry in await super().open_entries(rollout_id, since))
+
+
+NONE = {"generation_token_ids": np.array([], dtype=np.uint32), "generation_log_probs": np.array([])}
+
+
+@pytest.mark.promise("MS-12")
+@pytest.mark.parametrize(
+    "changed", [{"media": True}, {"prompt_is_delta": True, "parent_call_id": "call-0"}, NONE], ids=list("mdn")
+)
+async def test_a_record_whose_ids_are_not_the_whole_of_what_was_asked_and_said_is_nobodys_parent(house, changed):
+    for kept, outcome in ((Kept(), "exact"), (Kept(**changed), "fallback:history_not_recorded")):
+        async with house(store=kept, engine=ScriptedEngine(script=["one"] * 4, accepts_token_prompt=True)) as here:
+            said = await here.ask([USER])
+            await here.ask([USER, said, USER])
+            assert here.outcomes()[-1] == outcome
 
 
 async def test_a_turn_cut_by_length_is_closed_before_what_follows(house):
