@@ -330,7 +330,7 @@ def _damage(world: World, entries: list[TokenEntry]) -> list[TokenEntry]:
     elif kind in ("other", "ring"):
         other = dice.choice(entries)
         bad = replace(entry, parent_decision="resolved", parent_call_id=other.model_call_id)
-        if kind == "ring" and other is not entry:
+        if kind == "ring" and other is not entry and world.turns[other.model_call_id].whole_path_recorded:
             ring = replace(other, parent_decision="resolved", parent_call_id=entry.model_call_id)
             world.harmed.add(other.model_call_id)
             entries = [ring if each is other else each for each in entries]
