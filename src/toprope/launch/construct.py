@@ -8,10 +8,11 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import types
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from toprope.errors.tree import ConfigError, TopropeError
 from toprope.launch.strict import FromEnvironment, Where, leaf, nearest, shown
@@ -64,16 +65,21 @@ def build(
     """`target(**given)`, with those of `offered` that it has parameters for. Raises `ConfigError` at `where`."""
     parameters = _parameters(target)
     open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    named = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    hints = _type_hints(target)
+    named = {
+        name: parameter
+        for name, parameter in parameters.items()
+        if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        and not (_is_code(hints.get(name)) and parameter.default is not parameter.empty)
+    }
     ours = {name: value for name, value in (offered or {}).items() if name in named}
     accepted = [name for name in named if name not in ours]
     for name in given:
-        if name in ours or (name not in named and not open_ended):
+        if name in ours or (name not in named and (name in parameters or not open_ended)):
             raise ConfigError(f"{where.at(name)}: {_title(target)} has no such setting; {nearest(name, accepted)}.")
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in given and name not in ours:
             raise ConfigError(f"{where.at(name)}: {_title(target)} needs this setting; accepted: {_hint(parameter)}.")
-    hints = _type_hints(target)
     typed = {name: _typed(value, hints.get(name), where.at(name)) for name, value in given.items()}
     try:
         return target(**typed, **ours)
@@ -97,6 +103,16 @@ def _type_hints(target: Callable[..., Any]) -> dict[str, Any]:
         return get_type_hints(target.__init__ if inspect.isclass(target) else target, include_extras=True)
     except (NameError, TypeError, AttributeError):
         return {}  # annotations that cannot be resolved: the constructor itself judges the value
+
+
+def _is_code(hint: Any) -> bool:
+    """Whether only a program can give such a value, a clock for one; a configuration has no functions."""
+    members = [each for each in (get_args(hint) or ()) if each is not type(None)] if _is_union(hint) else [hint]
+    return bool(members) and all(get_origin(each) is Callable or each is Callable for each in members)
+
+
+def _is_union(hint: Any) -> bool:
+    return get_origin(hint) in (Union, types.UnionType)
 
 
 def _typed(value: Any, hint: Any, where: Where) -> Any:

@@ -114,8 +114,14 @@ def leaf(value: Any, kind: Any, where: Where) -> Any:
         inner = str(error).partition(" - at `$")[2].rstrip("`")
         raise ConfigError(
             f"{where}{inner}: {shown(value)} is not accepted: {reason[:1].lower()}{reason[1:]}; "
-            f"accepted: {type_name(kind)}."
+            f"accepted: {_described(kind)}."
         ) from error
+
+
+def _described(kind: Any) -> str:
+    """The type of a value by the title that its declaration gives it, else by its name."""
+    titles = [each.title for each in get_args(kind)[1:] if isinstance(each, msgspec.Meta) and each.title]
+    return titles[0] if titles else type_name(kind)
 
 
 def type_name(kind: Any) -> str:

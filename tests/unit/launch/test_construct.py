@@ -10,6 +10,8 @@ import pytest
 from toprope.errors.tree import ConfigError
 from toprope.launch.construct import build, find, importable
 from toprope.launch.strict import FromEnvironment, Where
+from toprope.servers.model.engines.openai import OpenAIEngine
+from toprope.servers.model.engines.vllm import VllmEngine
 
 WHERE = Where("run.yaml", ("servers", "policy", "engine"))
 
@@ -45,6 +47,22 @@ def test_text_from_the_environment_becomes_the_type_that_the_constructor_names()
 def test_a_wrong_argument_names_its_key_and_the_nearest_valid_one(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         build(Engine, given, WHERE, offered={"client": "ours"})
+
+
+@pytest.mark.promise("UX-2")
+@pytest.mark.parametrize("kind", [OpenAIEngine, VllmEngine])
+def test_what_only_a_program_can_give_is_no_setting(kind: type[OpenAIEngine]) -> None:
+    for name in ("paus", "pause"):
+        with pytest.raises(ConfigError, match=f"engine.{name}: {kind.__name__} has no such setting") as caught:
+            build(kind, {"base_url": "http://a:1/v1", name: 3}, WHERE, offered={"client": None})
+        accepted = caught.value.message.partition("accepted: ")[2]
+        assert "replicas" in accepted
+        assert "pause" not in accepted
+
+
+def test_a_list_of_base_urls_is_called_so() -> None:
+    with pytest.raises(ConfigError, match=r"engine.replicas: 'x' is not accepted: .*accepted: a list of base URLs\.$"):
+        build(VllmEngine, {"base_url": "http://a:1/v1", "replicas": "x"}, WHERE, offered={"client": None})
 
 
 def test_an_unknown_entry_point_shows_the_nearest_installed_one() -> None:

@@ -240,13 +240,24 @@ def lists(*names):
     return UpstreamReply(json.dumps({"data": [{"id": name} for name in names]}).encode())
 
 
+async def test_replicas_that_list_the_same_models_in_any_order_are_one_engine(client):
+    upstreams = [ScriptedUpstream() for _ in range(2)]
+    for upstream, names in zip(upstreams, ("ab", "ba"), strict=True):
+        upstream.models = lists(*names)
+    async with serving(upstreams[0]) as one, serving(upstreams[1]) as two:
+        engine = OpenAIEngine(client=client, base_url=f"{one}/v1", replicas=[f"{two}/v1"])
+        await engine.start()
+        with pytest.raises(ModelRejected, match="no single one"):
+            await engine.generate(ask({**CHAT, "model": None}))
+
+
 @pytest.mark.parametrize(
     ("first", "second", "model", "says"),
     [
         (("a",), ("b",), None, "without `model` they must all list the same"),
         (("a",), ("a", "b"), None, "without `model`"),
         (("a",), ("b",), "a", "`model` is 'a', which each must list"),
-        (("a", "b"), ("b", "a"), None, None),
+        (("a", "b"), ("b", "a"), "a", None),
         (("a",), ("b", "a"), "a", None),
         (("a",), (), None, None),
         ((), ("a",), "a", None),
@@ -254,14 +265,16 @@ def lists(*names):
     ],
 )
 async def test_replicas_that_serve_different_models_are_refused_at_the_start(client, first, second, model, says):
-    upstreams = [ScriptedUpstream() for _ in range(2)]
+    upstreams = [ScriptedUpstream(answer=lambda request: GOOD) for _ in range(2)]
     for upstream, names in zip(upstreams, (first, second), strict=True):
         upstream.models = lists(*names)
     async with serving(upstreams[0]) as one, serving(upstreams[1]) as two:
         engine = OpenAIEngine(client=client, base_url=f"{one}/v1", replicas=[f"{two}/v1"], model=model)
         if says is None:
             await engine.start()
-            assert engine._only_model == ("a" if {*first, *second} == {"a"} else None)
+            reply = await engine.generate(ask({**CHAT, "model": None}))
+            assert reply.finish_reason == "stop"
+            assert {r.json()["model"] for each in upstreams for r in each.requests if r.body} == {"a"}
             return
         with pytest.raises(EngineUnavailable, match=says) as caught:
             await engine.start()

@@ -25,7 +25,7 @@ from toprope.servers.model.engines.chat_endpoint import ChatEndpoint, EndpointBo
 from toprope.servers.model.engines.replicas import Replicas
 from toprope.wire.chat import ChatReply
 
-BaseUrls: TypeAlias = Annotated[Sequence[str], msgspec.Meta(description="a list of base URLs")]
+BaseUrls: TypeAlias = Annotated[Sequence[str], msgspec.Meta(title="a list of base URLs")]
 
 
 class OpenAIEngine:
