@@ -30,6 +30,8 @@ from toprope.wire.responses import Item
 
 Message = dict[str, Any]
 
+_LONGEST_NAME = 120
+"""Of a loss, in characters: clients choose the names, and the record of a call is no place for a megabyte."""
 _SPEAKERS = ("system", "developer", "user")
 _PLAIN_ASSISTANT = frozenset(("role", "content", "tool_calls"))
 _READ_OF_ASSISTANT = frozenset(
@@ -228,61 +230,124 @@ def _tool_output(message: Mapping[str, Any], open_calls: list[str], where: str) 
 def messages_from_items(
     items: Sequence[Item], *, reasoning_field: str = "reasoning_content"
 ) -> tuple[list[Message], list[str]]:
-    """Responses items as Chat messages, and the item types that Chat cannot carry (`items.<type>`, each once)."""
-    messages: list[Message] = []
-    lost: list[str] = []
-    turn: Message | None = None
+    """Responses items as Chat messages, and what Chat cannot carry of them, each name once.
+
+    An item of a kind that Chat does not have is `items.<type>`; a part or a field that has no place in a message is
+    `items.<type>.<kind of part or field>`. Fields that we do not know go on to the message, call or output.
+    """
+    writer = _Writer(reasoning_field)
     for item in items:
-        kind = item.get("type") or ("message" if "role" in item else None)
-        authored = kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant")
-        if authored:
-            turn = _join(turn, item, kind, reasoning_field, messages)
-            continue
-        turn = None
-        if kind == "message":
-            message = {"role": item.get("role"), "content": content_to_chat(item.get("content"))}
-            if isinstance(item.get("name"), str):
-                message["name"] = item["name"]
-            messages.append(message)
-        elif kind == "function_call_output":
-            content = content_to_chat(item.get("output"))
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
-        elif f"items.{kind}" not in lost:
-            lost.append(f"items.{kind}")
-    for message in messages:
+        writer.write(item)
+    for message in writer.messages:
         if message["role"] == "assistant" and message["content"] is None and "tool_calls" not in message:
             message["content"] = ""  # a lone thought: providers refuse a turn with neither text nor calls
         elif message["role"] == "assistant" and "tool_calls" in message and not message["content"]:
             message["content"] = None
-    return messages, lost
+    return writer.messages, list(writer.lost)
 
 
-def _join(turn: Message | None, item: Item, kind: Any, reasoning_field: str, messages: list[Message]) -> Message:
-    """Put an item of the model's into the open assistant message, or begin the next one.
-
-    One message holds thought, text, calls in this order; an item that would stand before what is there begins anew.
-    Only text after a call is put before it: between a call and its result providers accept no other message.
-    """
-    if kind == "reasoning":
-        if turn is None or reasoning_field in turn or turn["content"] is not None or "tool_calls" in turn:
-            turn = _begin(messages)
-        thought = reasoning_text(item)
-        if thought:  # a sealed one says nothing to another provider
-            turn[reasoning_field] = thought
-    elif kind == "message":
-        if turn is None or (turn["content"] is not None and "tool_calls" not in turn):
-            turn = _begin(messages)
-        turn["content"] = (turn["content"] or "") + plain_text(item.get("content"))
-    else:
-        if turn is None:
-            turn = _begin(messages)
-        function = {"name": item.get("name") or "", "arguments": argument_text(item.get("arguments"))}
-        call = {"id": item.get("call_id") or item.get("id"), "type": "function", "function": function}
-        turn.setdefault("tool_calls", []).append(call)
-    return turn
+_ITEM_FIELDS = {
+    "message": frozenset(("type", "role", "content", "id", "status")),
+    "reasoning": frozenset(("type", "id", "status", "summary", "content", "encrypted_content", "signature")),
+    "function_call": frozenset(("type", "id", "status", "call_id", "name", "arguments")),
+    "function_call_output": frozenset(("type", "id", "status", "call_id", "output", "is_error")),
+}
+"""The fields of items that are read, or that the table of losses names as dropped. Any other is carried on."""
+_TEXT_PARTS = ("output_text", "input_text", "text", "refusal")
+_PART_FIELDS = frozenset(("type", "text", "refusal", "annotations", "logprobs", "cache_control", "citations"))
+_NO_FIELD = frozenset(("tool_calls", "tool_call_id", "function_call"))
+"""Fields that say something else in Chat: a message of the items' with one cannot keep it there."""
 
 
-def _begin(messages: list[Message]) -> Message:
-    message: Message = {"role": "assistant", "content": None}
-    messages.append(message)
-    return message
+class _Writer:
+    """Writes items into messages, one after another. `lost` are the names of what got no place, in order."""
+
+    def __init__(self, reasoning_field: str) -> None:
+        self.messages: list[Message] = []
+        self.lost: dict[str, None] = {}
+        self._reasoning_field = reasoning_field
+        self._turn: Message | None = None
+
+    def write(self, item: Item) -> None:
+        """The next item, in the open assistant message or in one of its own."""
+        kind = item.get("type") or ("message" if "role" in item else None)
+        if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
+            self._turn = self._join(self._turn, item, kind)
+            return
+        self._turn = None
+        if kind == "message":
+            message = {"role": item.get("role"), "content": content_to_chat(item.get("content"))}
+        elif kind == "function_call_output":
+            content = content_to_chat(item.get("output"))
+            message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
+        else:
+            self._lose(kind)
+            return
+        self._carry(item, kind, message)
+        self.messages.append(message)
+
+    def _join(self, turn: Message | None, item: Item, kind: Any) -> Message:
+        """Put an item of the model's into the open assistant message, or begin the next one.
+
+        One message holds thought, text, calls in this order; an item that would stand before what is there begins
+        anew. Only text after a call is put before it: between a call and its result providers accept no other message.
+        """
+        if kind == "reasoning":
+            named = self._reasoning_field
+            if turn is None or named in turn or turn["content"] is not None or "tool_calls" in turn:
+                turn = self._begin()
+            thought = reasoning_text(item)
+            if thought:  # a sealed one says nothing to another provider
+                turn[named] = thought
+            self._carry(item, kind, None)
+            self._name_lost_parts(item.get("content") or item.get("summary"), kind, ("reasoning_text", "summary_text"))
+        elif kind == "message":
+            if turn is None or (turn["content"] is not None and "tool_calls" not in turn):
+                turn = self._begin()
+            turn["content"] = (turn["content"] or "") + plain_text(item.get("content"))
+            self._carry(item, kind, turn)
+            self._name_lost_parts(item.get("content"), kind, _TEXT_PARTS)
+        else:
+            if turn is None:
+                turn = self._begin()
+            function = {"name": item.get("name") or "", "arguments": argument_text(item.get("arguments"))}
+            call = {"id": item.get("call_id") or item.get("id"), "type": "function", "function": function}
+            self._carry(item, kind, call)
+            turn.setdefault("tool_calls", []).append(call)
+        return turn
+
+    def _carry(self, item: Item, kind: str, target: Message | None) -> None:
+        """The fields of `item` that are not read, onto `target`; without one, or where it says other things, lost."""
+        read = _ITEM_FIELDS[kind]
+        if item.keys() <= read:
+            return
+        for name, value in item.items():
+            if name in read or value is None:
+                continue
+            fits = name not in _NO_FIELD and (name != "name" or isinstance(value, str))
+            if target is None or not fits or target.get(name, value) != value:
+                self._lose(kind, name)
+            else:
+                target[name] = value
+
+    def _name_lost_parts(self, content: Any, kind: str, words: Sequence[str]) -> None:
+        """What `plain_text` leaves of the content of a turn: parts that are no text, fields of those that are."""
+        for part in content if isinstance(content, list) else ():
+            if not isinstance(part, dict):
+                continue
+            known = part.get("type")
+            if not (known is None or known in words):
+                self._lose(kind, known)
+            elif not part.keys() <= _PART_FIELDS:
+                for name, value in part.items():
+                    if name not in _PART_FIELDS and value is not None:
+                        self._lose(kind, f"{known or 'part'}.{name}")
+
+    def _lose(self, *names: Any) -> None:
+        name = ".".join(("items", *map(str, names)))
+        self.lost[name.encode("ascii", "backslashreplace").decode()[:_LONGEST_NAME]] = None
+
+    def _begin(self) -> Message:
+        message: Message = {"role": "assistant", "content": None}
+        self.messages.append(message)
+        return message

@@ -101,7 +101,8 @@ def _extra_from_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 def request_to_chat(
     request: ResponsesRequest, *, reasoning_field: str = "reasoning_content"
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """A Chat body made from the pivot, and the names of what Chat could not carry (`tools.<kind>`, `items.<type>`)."""
+    """A Chat body made from the pivot, and the names of what Chat could not carry (`tools.<kind>`, and as
+    `messages_from_items`)."""
     messages, lost = messages_from_items(request_items(request), reasoning_field=reasoning_field)
     tools, lost_tools = tools_to_chat(request.tools)
     body: dict[str, Any] = {"model": request.model, "messages": messages}
@@ -156,8 +157,7 @@ def _clean_message(message: Message) -> Message:
         return message if None not in message.values() else {k: v for k, v in message.items() if v is not None}
     content = message.get("content")
     if isinstance(content, list) and any(_is_foreign(part) for part in content):
-        made, _ = messages_from_items(items_from_messages([message]))
-        return made[0]
+        return _without_foreign(message, content)
     clean = {
         name: value
         for name, value in without_token_fields(message).items()
@@ -169,6 +169,22 @@ def _clean_message(message: Message) -> Message:
         clean["content"] = ""
     elif "content" in message and content is None and "content" not in clean:
         clean["content"] = None
+    return clean
+
+
+def _without_foreign(message: Message, content: list[Any]) -> Message:
+    """A turn whose content holds thoughts and calls, with those in their fields and all else as the client has it."""
+    made, _ = messages_from_items(items_from_messages([message]))
+    clean = made[0]
+    own = [part for part in content if not _is_foreign(part)]
+    if any(isinstance(part, dict) and not part.keys() <= {"type", "text"} for part in own):
+        clean["content"] = own
+    for call, given in zip(clean.get("tool_calls") or (), message.get("tool_calls") or (), strict=False):
+        kept = _clean_call(given)
+        function = kept.get("function")
+        call.update({name: value for name, value in kept.items() if name not in call})
+        if isinstance(function, dict) and isinstance(call.get("function"), dict):
+            call["function"] = {**function, **call["function"]}
     return clean
 
 

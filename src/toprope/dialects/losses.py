@@ -77,6 +77,7 @@ RULES: tuple[Rule, ...] = (
     Rule("messages -> pivot", "tool_use fields we do not know", "dropped", why="a call is its name and arguments"),
     Rule("messages -> pivot", "blocks image, document", "folded", "input_image, input_file or text parts"),
     Rule("messages -> pivot", "document.context", "dropped", why="no part carries it"),
+    Rule("messages -> pivot", "other fields of a document of text", "dropped", why="its text alone is what is sent"),
     Rule("messages -> pivot", "block.citations", "dropped", why="about the provider's search"),
     Rule("messages -> pivot", "cache_control", "dropped", why="wanders between requests; engines cache by prefix"),
     Rule("messages -> pivot", "tools.eager_input_streaming", "dropped", why="about the transport, not the generation"),
@@ -105,6 +106,22 @@ RULES: tuple[Rule, ...] = (
     Rule("pivot -> chat", "tool_choice", "dropped", why="only when no tool is left, which engines refuse"),
     Rule("pivot -> chat", "item types without a Chat form", "dropped", why="in the call's record"),
     Rule("pivot -> chat", "item ids and statuses", "dropped", why="Chat messages have none"),
+    Rule("pivot -> chat", "text and refusal parts of an assistant turn", "folded", "content", "one string"),
+    Rule(
+        "pivot -> chat",
+        "other parts of an assistant turn, fields of parts we do not know",
+        "dropped",
+        why="its content is one string; in the call's record",
+    ),
+    Rule(
+        "pivot -> chat",
+        "fields of a thought we do not know, fields that two joined items say differently or that Chat means otherwise",
+        "dropped",
+        why="no place in a message; in the call's record",
+    ),
+    Rule("pivot -> chat", "annotations, logprobs of text", "dropped", why="about a reply, not the prompt"),
+    Rule("pivot -> chat", "cache_control, citations in an assistant turn", "dropped", why="about the provider's cache"),
+    Rule("pivot -> chat", "summary of a thought that has text", "dropped", why="the text says more"),
     Rule("pivot -> chat", "signatures and sealed thoughts", "dropped", why="only their provider can read them"),
     Rule("pivot -> chat", "function_call_output.is_error", "dropped", why="the output says it in words"),
     Rule("pivot -> chat", "include", "dropped", why="names parts of a Responses reply"),
@@ -167,8 +184,8 @@ def render_table() -> str:
         "Made from `toprope.dialects.losses`; do not edit. What is not listed is carried as it is, unknown fields too,",
         "explicit nulls excepted: a null is an absent field. Tool-call argument strings keep their bytes on every way.",
         "The pivot is the Responses form; an upstream that speaks Chat gets a Chat client's own body, cleaned, and",
-        "otherwise what `pivot -> chat` makes. What a call lost (`tools.web_search`, `items.compaction`) stands in its",
-        "model-call record.",
+        "otherwise what `pivot -> chat` makes. What a call lost (`tools.web_search`, `items.compaction`,",
+        "`items.message.input_image`) stands in its model-call record.",
     ]
     for way in dict.fromkeys(rule.way for rule in RULES):
         lines += ["", f"## {way}", "", "| field | what becomes of it | why |", "| --- | --- | --- |"]

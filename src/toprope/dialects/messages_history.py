@@ -100,7 +100,7 @@ def _authored(block: Block, kind: str, where: str, fallback_id: str) -> Item:
     if kind == "thinking":
         text = block.get("thinking")
         parts = [{"type": "reasoning_text", "text": text}] if isinstance(text, str) and text else []
-        item: Item = {"type": "reasoning", "summary": [], "content": parts}
+        item: Item = {**_rest(block, "thinking", "signature"), "type": "reasoning", "summary": [], "content": parts}
         signature = block.get("signature")
         own = signed_id(signature)
         if own is not None:
@@ -109,7 +109,8 @@ def _authored(block: Block, kind: str, where: str, fallback_id: str) -> Item:
             item["signature"] = signature
         return item
     if kind == "redacted_thinking":
-        return {"type": "reasoning", "summary": [], "content": [], "encrypted_content": block.get("data")}
+        sealed: Item = {"type": "reasoning", "summary": [], "content": [], "encrypted_content": block.get("data")}
+        return {**_rest(block, "data"), **sealed}
     if kind in _PIVOT_KINDS:
         raise refuse(f"{where}.type", kind, "a kind of content block")
     return without_token_fields({k: v for k, v in block.items() if k != "cache_control"})
@@ -158,7 +159,8 @@ def _result(block: Block, where: str, open_calls: list[str]) -> Item:
     output: Any = content or ""
     if isinstance(output, list):
         output = parts_from_blocks(output, "input_text", f"{where}.content")
-    item: Item = {"type": "function_call_output", "call_id": call_id, "output": output}
+    rest = _rest(block, "tool_use_id", "content", "is_error")
+    item: Item = {**rest, "type": "function_call_output", "call_id": call_id, "output": output}
     return {**item, "is_error": True} if block.get("is_error") is True else item
 
 
@@ -174,12 +176,13 @@ def _parts(block: Any, text_type: str, where: str) -> list[Part]:
     if isinstance(block, str):
         return [text_part(block, text_type)]
     if kind == "image":
-        return [{"type": "input_image", "image_url": _address(block, where), "detail": "auto"}]
+        image = {"type": "input_image", "image_url": _address(block, where), "detail": "auto"}
+        return [{**_rest(block, "source"), **image}]
     if kind == "document":
         return _document(block, text_type, where)
-    rest = {k: v for k, v in without_token_fields(block).items() if k not in _IGNORED and v is not None}
     if kind != "text":
-        return [rest]
+        return [{"type": kind, **_rest(block)}]
+    rest = _rest(block)
     text = block.get("text")
     return [{**rest, **text_part(text if isinstance(text, str) else "", text_type)}]
 
@@ -198,10 +201,20 @@ def _document(block: Block, text_type: str, where: str) -> list[Part]:
                 raise refuse(f"{where}.source.content[{place}].type", "document", "text or image")
         return parts_from_blocks(blocks, text_type, f"{where}.source.content")
     names = {"url": "file_url", "file": "file_id"}
-    part: Part = {"type": "input_file", names.get(str(source.get("type")), "file_data"): _address(block, where)}
+    rest = _rest(block, "source", "title", "context")
+    part: Part = {**rest, "type": "input_file", names.get(str(source.get("type")), "file_data"): _address(block, where)}
     if isinstance(block.get("title"), str):
         part["filename"] = block["title"]
     return [part]
+
+
+def _rest(block: Block, *read: str) -> dict[str, Any]:
+    """The fields of a block beside its type and those that are read, which whatever is made of it keeps."""
+    return {
+        name: value
+        for name, value in without_token_fields(block).items()
+        if name != "type" and name not in read and name not in _IGNORED and value is not None
+    }
 
 
 def _address(block: Block, where: str) -> str:
