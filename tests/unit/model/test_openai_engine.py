@@ -96,6 +96,18 @@ async def test_other_dialects_are_converted_and_what_got_lost_is_said(client):
     assert reply.output[0]["content"][0]["text"] == "hello"
 
 
+async def test_an_image_that_an_assistant_turn_of_chat_cannot_hold_is_among_what_got_lost(client):
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AA=="}
+    turn = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "a"}, image]}
+    body = {"input": [turn, {"role": "user", "content": "y"}]}
+    upstream = ScriptedUpstream([completion()])
+    async with serving(upstream) as url:
+        engine = OpenAIEngine(client=client, base_url=url, model="served")
+        reply = await engine.generate(ask(body, dialect="responses"))
+    assert upstream.requests[0].json()["messages"][0] == {"role": "assistant", "content": "a"}
+    assert reply.losses == ("items.message.input_image",)
+
+
 @pytest.mark.parametrize(
     ("upstream_reply", "pinned", "said"),
     [
