@@ -30,10 +30,10 @@ RESULT = {"type": "function_call_output", "call_id": "c", "output": "3"}
 CALL = {"type": "function_call", "call_id": "c", "name": "add", "arguments": "{}"}
 
 
-def turn(items, tail, sampled, *, cut=False, **more):
+def turn(items, tail, sampled, **more):
     request = ResponsesRequest(tuple(items), **more)
     prompt, ids = np.array([START], dtype=np.uint32), np.array(sampled, dtype=np.uint32)
-    return NextTurn(request, tuple(items), tail, prompt, ids, cut)
+    return NextTurn(request, tuple(items), tail, prompt, ids)
 
 
 class Template:
@@ -74,22 +74,21 @@ async def test_tokenize_tells_what_follows_a_stop_and_what_follows_a_cut(thinks,
 
 @pytest.mark.promise("MS-12")
 @pytest.mark.parametrize(
-    ("sampled", "cut", "closing"),
+    ("sampled", "closing"),
     [
-        ([65, 10], True, [END, 10]),  # max_tokens fell on a newline of the text
-        ([65, 10], False, [END, 10]),  # stop: ["\n"]
-        ([10], True, [END, 10]),
-        ([], False, [END, 10]),
-        ([65, 10, 10], True, [END, 10]),
-        ([END], False, [10]),
-        ([65, 10, END], False, [10]),
-        ([65, END], True, [10]),  # the end was sampled, whatever is said of it
-        ([65, END, 10], False, []),
-        ([65, END, 65], False, [END, 10]),
+        ([65, 10], [END, 10]),  # max_tokens fell on a newline of the text, or stop: ["\n"]
+        ([10], [END, 10]),
+        ([], [END, 10]),
+        ([65, 10, 10], [END, 10]),
+        ([END], [10]),
+        ([65, 10, END], [10]),
+        ([65, END], [10]),  # the end was sampled, whatever is said of it
+        ([65, END, 10], []),
+        ([65, END, 65], [END, 10]),
     ],
 )
-async def test_a_turn_is_closed_but_for_what_of_its_end_was_sampled(sampled, cut, closing):
-    told = await TurnTails(Template(), "reasoning").after(turn([ASKED, SAID, THEN], 2, sampled, cut=cut))
+async def test_a_turn_is_closed_but_for_what_of_its_end_was_sampled(sampled, closing):
+    told = await TurnTails(Template(), "reasoning").after(turn([ASKED, SAID, THEN], 2, sampled))
     assert told == [*closing, *WHY]
 
 
@@ -260,7 +259,7 @@ async def test_the_embedded_model_continues_ids_and_closes_a_turn_as_its_templat
         first = await ask([asked], session="s")
         items = [asked, first.output[0], {"role": "user", "content": "And another."}]
         known, sampled = first.tokens.prompt_token_ids, first.tokens.generation_token_ids
-        follows = await engine.next_turn(NextTurn(ResponsesRequest(()), tuple(items), 2, known, sampled, True))
+        follows = await engine.next_turn(NextTurn(ResponsesRequest(()), tuple(items), 2, known, sampled))
         prompt = np.concatenate([known, sampled, np.array(follows, dtype=np.uint32)])
         given = await ask(items, prompt)
         remembered = await ask(items, session="s")

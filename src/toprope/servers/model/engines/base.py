@@ -91,8 +91,7 @@ class NextTurn:
     """A call whose prompt is to begin with recorded ids: what the parent was given and what it sampled.
 
     `items` are all of the request's in prompt order, the first `tail` of them through the parent's turn; the rest is
-    new, nothing of it the model's. `prompt_token_ids` (P,) and `generation_token_ids` (G,) uint32 are the parent's;
-    `cut` says that a limit ended it.
+    new, nothing of it the model's. `prompt_token_ids` (P,) and `generation_token_ids` (G,) uint32 are the parent's.
     """
 
     request: ResponsesRequest
@@ -100,7 +99,6 @@ class NextTurn:
     tail: int
     prompt_token_ids: NDArray[np.uint32]
     generation_token_ids: NDArray[np.uint32]
-    cut: bool
 
 
 class CannotContinue(Exception):

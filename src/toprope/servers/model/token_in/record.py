@@ -46,7 +46,6 @@ class Parent:
     call_id: str
     prompt_token_ids: NDArray[np.uint32]
     generation_token_ids: NDArray[np.uint32]
-    cut: bool
     forgiven: Counter[str]
 
 
@@ -57,7 +56,6 @@ class _Recorded:
     call_id: str
     position: int
     segments: tuple[Segment, ...]
-    cut: bool
 
 
 class _Rollout:
@@ -114,7 +112,7 @@ class Conversations:
         for each, counts in sorted(fitting, key=lambda one: one[0].call_id):
             if counts.total() == least:
                 prompt, generation = await self._ids_of(key, each)
-                found.append(Parent(each.call_id, prompt, generation, each.cut, counts))
+                found.append(Parent(each.call_id, prompt, generation, counts))
         first = found[0]
         for other in found[1:]:
             same = np.array_equal(other.prompt_token_ids, first.prompt_token_ids)
@@ -150,7 +148,6 @@ class Conversations:
             call_id=entry.model_call_id,
             position=position,
             segments=(*before, segment_of(entry.output_items)),
-            cut=entry.finish_reason == "length",
         )
         rollout.by_id[call.call_id] = call
         if len(entry.generation_token_ids) and not entry.media:

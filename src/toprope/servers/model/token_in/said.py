@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from toprope.dialects.pivot import request_items
-from toprope.tokens.items import content_of, item_digests, value_mark
+from toprope.tokens.items import TOOL_RESULTS, content_of, item_digests, value_mark
 from toprope.wire.responses import Item, ResponsesRequest
 
 DROPPED_THINKING = "dropped_thinking"
@@ -220,7 +220,7 @@ def _read_item(item: Item) -> tuple[bool, Any]:
     if kind == "function_call":
         form = _short(f"{item.get('name')}\x00{item.get('arguments')}")
         return True, _Uttered(kind, content_of(item_digests([item])[0]), form, (), ids)
-    if kind.endswith(("_output", "_approval_response")):
+    if kind in TOOL_RESULTS:
         return False, _others(kind, item, "output")
     rest = value_mark({name: value for name, value in item.items() if name not in ("id", "status")})
     return True, _Uttered(kind, rest, rest, (), ids)

@@ -123,7 +123,6 @@ class TokenIn:
             tail=said.tail,
             prompt_token_ids=parent.prompt_token_ids,
             generation_token_ids=parent.generation_token_ids,
-            cut=parent.cut,
         )
         tail = np.asarray(await self._renderer.next_turn(turn), dtype=np.uint32)
         counts = dict(parent.forgiven)
