@@ -141,7 +141,7 @@ class ChatStreamReader:
         if item.kind == "message":
             return DECODERS["content"], TextDelta, [item.text.pieces], None
         names = [name for name in _THOUGHTS if name in self._texts]
-        if len(names) > 1 or self._texts[names[0]].held:
+        if len(names) > 1:
             return None
         return DECODERS[names[0]], ReasoningDelta, [item.text.pieces, self._texts[names[0]].pieces], None
 

@@ -223,10 +223,24 @@ def test_a_thought_is_one_under_either_name_or_both(names):
         ([{"reasoning": "t", "reasoning_content": "t"}, {"reasoning": "u"}, {"reasoning_content": "v"}], "tuv", None),
         ([{"reasoning": "t", "reasoning_content": "t"}, {"reasoning": "u"}], "tu", None),
         ([{"reasoning": "t", "reasoning_content": "u"}], "tu", "two thoughts"),
+        (
+            [{"reasoning": "t", "reasoning_content": "t"}, {"reasoning": "u"}, {"reasoning_content": "u"}],
+            "tuu",
+            "again",
+        ),
         ([{"reasoning": "tu"}, {"reasoning_content": "t"}, {"reasoning_content": "u"}], "tutu", "say it again"),
         ([{"reasoning": "t"}, {"reasoning_content": "t"}, {"reasoning": "v"}], "ttv", "say it again"),
     ],
-    ids=["to and fro", "round a text", "after both", "one goes on", "in one chunk", "a copy or not", "a piece again"],
+    ids=[
+        "to and fro",
+        "round a text",
+        "after both",
+        "one goes on",
+        "in one chunk",
+        "both and each",
+        "a copy or not",
+        "a piece again",
+    ],
 )
 @pytest.mark.parametrize("short", [False, True])
 def test_a_thought_under_two_names_is_told_and_kept_whole_in_the_order_said(chunks, thought, fault, short):

@@ -16,28 +16,47 @@ _TEXTS = (
 )  # fmt: skip
 _IDS = ([5], [5, 6], [], None, [7] * 3, [2**32 - 1], [2**32], [-1], [True], [1.0], ["1"], "7", 7)
 _LOG_PROBS = (-0.5, -1, 0, -0.0, 1e300, None, float("nan"), True, "x", 2**70)
-_ODD_CALLS = ({"id": "c1"}, {"type": "function"}, {"index": None}, {"index": 9}, {"extra": 1})
-_ODD_FUNCTIONS = ({"name": "add", "arguments": '{"a": 1}'}, {"arguments": {"a": 1}}, {}, None)
+_ODD_CALLS = (
+    {"id": "c1"}, {"id": ""}, {"type": "custom"}, {"index": None}, {"index": 0}, {"index": 1}, {"index": 9},
+    {"extra": 1}, {"function": {}}, {"function": None},
+)  # fmt: skip
+_ODD_FUNCTIONS = ({"name": "add"}, {"name": "x"}, {"name": ""}, {"arguments": {"a": 1}}, {"arguments": None}, {"k": 1})
 _ODD_DELTAS = ({"role": "tool"}, {"content": "z"}, {"reasoning": "z"}, {"refusal": "no"}, {"k": "v"}, {"k": "w"})
-_ODD_CHOICES = ({"index": 1}, {"index": None}, {"finish_reason": "stop"}, {"prompt_token_ids": [1, 3]}, {"x": 1})
+_ODD_CHOICES = (
+    {"index": 1},
+    {"index": None},
+    {"finish_reason": "stop"},
+    {"prompt_token_ids": [1, 3]},
+    {"x": 1},
+    {"stop_reason": "X"},
+    {"matched_stop": "x"},
+)
 _TOPS = ({}, {}, {"system_fingerprint": "f"}, {"system_fingerprint": "g"}, {"service_tier": ""}, {"usage": {"n": 1}})
 _ODD_TOPS = ({"id": "other"}, {"prompt_token_ids": [1, 2]}, {"choices": []}, {"more": 1})
+_TRIPLE = {"prompt_token_ids": [1, 2], "generation_token_ids": [5, 6], "generation_log_probs": [-1.0, -2.0]}
+_PLACES = ("piece", "call", "function", "calls", "ids", "log_prob", "logprobs", "delta", "choice", "top")
+"""Where a chunk may be odd: in one place alone, so that what looks there is tried by itself, or in any of them."""
 
 
 def _chunks(rng: random.Random) -> list[dict[str, object]]:
     """A stream in which most chunks are plain, as engines write them, and any other may stand among them."""
-    odd = rng.choice((0.0, 0.03, 0.15))
-    first = _chunk({"role": "assistant", "content": rng.choice(("", None, "a"))}, prompt_token_ids=[1, 2])
+    odd, told = rng.choice((0.0, 0.1, 0.3)), rng.random() < 0.9
+    role = "assistant" if rng.random() < 0.9 else "tool"
+    first = _chunk({"role": role, "content": rng.choice(("", None, "a"))}, prompt_token_ids=[1, 2])
     chunks = [first if rng.random() < 0.9 else _chunk({})]
+    chunks[0].pop(rng.choice(("id", "model", "created", *("none",) * 27)), None)
     for run in range(rng.randint(1, 5)):
         kind, index = rng.choice(("content", "reasoning_content", "reasoning", "tool_calls")), rng.choice((0, 0, run))
         if kind == "tool_calls":
-            begun = {"name": "add", "arguments": ""}
+            begun = {"name": "add", "arguments": rng.choice(("", "", "{}", "{"))}
             opening = {"index": index, "id": f"c{run}", "type": "function", "function": begun}
             chunks.append(_chunk({"tool_calls": [opening]}))
-        chunks += [_grown(rng, kind, index, odd) for _ in range(rng.randint(0, 12))]
-    last = _chunk({}, {"finish_reason": rng.choice(("stop", "tool_calls", "length", "odd", None)), "stop_reason": None})
-    late = [_grown(rng, "content", 0, odd)] * rng.choice((0, 0, 0, 1))
+        chunks += [_grown(rng, kind, index, odd, told) for _ in range(rng.randint(0, 12))]
+    last = _chunk(
+        {} if told else _TRIPLE,
+        {"finish_reason": rng.choice(("stop", "tool_calls", "length", "odd", None)), "stop_reason": None},
+    )
+    late = [_grown(rng, "content", 0, odd, told)] * rng.choice((0, 0, 0, 1))
     return [*chunks, last, *late, {**_chunk({}), "choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 7}}]
 
 
@@ -46,27 +65,40 @@ def _chunk(delta: object, choice: object = None, /, **top: object) -> dict[str, 
     return {"id": "up", "object": "chat.completion.chunk", "created": 1, "model": "m", "choices": [only], **top}
 
 
-def _grown(rng: random.Random, kind: str, index: int, odd: float) -> dict[str, object]:
-    def any_of(values, plain):
-        return rng.choice(values if rng.random() < odd else values[:plain])
+def _grown(rng: random.Random, kind: str, index: int, odd: float, told: bool) -> dict[str, object]:
+    """One chunk of a run of `kind`. `told`: the stream has ids on its chunks, and not on its message."""
+    only = rng.choice((*_PLACES, None)) if rng.random() < odd else ""
 
-    piece = any_of(_TEXTS, 9)
+    def any_of(place, values, plain):
+        is_odd = only == place or (only is None and rng.random() < 0.3)
+        return rng.choice(values[plain:] if is_odd else values[:plain])
+
+    piece = any_of("piece", _TEXTS, 9)
     delta: dict[str, object] = {kind: piece}
     if kind == "tool_calls":
-        call: dict[str, object] = {"index": index, "function": {"arguments": piece}}
-        if rng.random() < odd:
-            call = {**call, **rng.choice(_ODD_CALLS), "function": rng.choice(_ODD_FUNCTIONS)}
-        delta = {kind: [call] * any_of((1, 2, 0), 1)}
+        function = {"arguments": piece, **any_of("function", ({}, *_ODD_FUNCTIONS), 1)}
+        call = {"index": index, "function": function, **any_of("call", ({}, *_ODD_CALLS), 1)}
+        delta = {kind: [call] * any_of("calls", (1, 2, 0), 1)}
     choice: dict[str, object] = {}
+    if told and rng.random() < 0.8:
+        choice["token_ids"] = any_of("ids", _IDS, 5)
     if rng.random() < 0.8:
-        choice["token_ids"] = any_of(_IDS, 5)
-    if rng.random() < 0.8:
-        entries = [{"token": "t", "logprob": any_of(_LOG_PROBS, 5), "bytes": None} for _ in range(rng.randint(0, 2))]
-        choice["logprobs"] = any_of(({"content": entries, "refusal": None}, None, {"refusal": [1]}, {"content": 3}), 2)
+        entries = [
+            {"token": "t", "logprob": any_of("log_prob", _LOG_PROBS, 5), "bytes": None}
+            for _ in range(rng.randint(0, 2))
+        ]
+        shapes = (
+            {"content": entries, "refusal": None}, None,
+            {"content": entries, "refusal": [{"logprob": -1.0}]}, {"refusal": [1]}, {"content": 3}, {"k": 1},
+        )  # fmt: skip
+        choice["logprobs"] = any_of("logprobs", shapes, 2)
     top: dict[str, object] = dict(rng.choice(_TOPS))
-    for fields, others in ((delta, _ODD_DELTAS), (choice, _ODD_CHOICES), (top, _ODD_TOPS)):
-        if rng.random() < odd:
-            fields.update(rng.choice(others))
+    if rng.random() < 0.1:
+        delta["role"] = "assistant"
+    for place, fields, others in (
+        ("delta", delta, _ODD_DELTAS), ("choice", choice, _ODD_CHOICES), ("top", top, _ODD_TOPS)
+    ):  # fmt: skip
+        fields.update(any_of(place, ({}, *others), 1))
     return {**_chunk(delta, choice), **top}
 
 
@@ -86,6 +118,11 @@ def _read(chunks: list[bytes], *, short: bool) -> tuple[object, int]:
         return (str(error), deltas), plain
     told = {name: getattr(reply, name) for name in reply.__dataclass_fields__}
     del told["logprobs"]
+    whole = reader.result()
+    (choice,) = whole["choices"]
+    if "logprobs" in choice:  # of what else they say only the number is kept
+        choice["logprobs"] = {kind: len(entries) for kind, entries in choice["logprobs"].items()}
+    told["whole"] = json.dumps(whole, sort_keys=True)
     for name in ("prompt_ids", "token_ids", "log_probs"):
         told[name] = None if told[name] is None else (told[name].dtype.str, told[name].tobytes())
     return (told, deltas, reader.finish_reason), plain
