@@ -44,7 +44,7 @@ def _chunks(rng: random.Random) -> list[dict[str, object]]:
     role = "assistant" if rng.random() < 0.9 else "tool"
     first = _chunk({"role": role, "content": rng.choice(("", None, "a"))}, prompt_token_ids=[1, 2])
     chunks = [first if rng.random() < 0.9 else _chunk({})]
-    chunks[0].pop(rng.choice(("id", "model", "created", *("none",) * 27)), None)
+    untold = rng.choice(("id", "model", "created", *("none",) * 27))  # neither at the start nor at the end
     for run in range(rng.randint(1, 5)):
         kind, index = rng.choice(("content", "reasoning_content", "reasoning", "tool_calls")), rng.choice((0, 0, run))
         if kind == "tool_calls":
@@ -57,7 +57,10 @@ def _chunks(rng: random.Random) -> list[dict[str, object]]:
         {"finish_reason": rng.choice(("stop", "tool_calls", "length", "odd", None)), "stop_reason": None},
     )
     late = [_grown(rng, "content", 0, odd, told)] * rng.choice((0, 0, 0, 1))
-    return [*chunks, last, *late, {**_chunk({}), "choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 7}}]
+    end = {**_chunk({}), "choices": [], "usage": {"prompt_tokens": 2, "completion_tokens": 7}}
+    for chunk in (chunks[0], last, end):
+        chunk.pop(untold, None)
+    return [*chunks, last, *late, end]
 
 
 def _chunk(delta: object, choice: object = None, /, **top: object) -> dict[str, object]:
