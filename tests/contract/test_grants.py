@@ -319,8 +319,9 @@ async def test_nothing_that_a_caller_is_told_of_sessions_opens_one(over: str, ca
     options: dict[str, Any] = {"on_session": told.append, "tools": ["direct_http"]}
     async with house([call("wait")], [say("never said")], over=over, **options) as home:
         running = asyncio.create_task(home.episode_of("r.0-0", tools=named("direct_http", "wait")))
-        while home.environment.waiting == 0:  # noqa: ASYNC110  # no event says that the tool was entered
-            await asyncio.sleep(0.001)
+        async with asyncio.timeout(60):  # fails, and does not hang
+            while home.environment.waiting == 0:  # noqa: ASYNC110  # no event says that the tool was entered
+                await asyncio.sleep(0.001)
         anybody = home.client.peer(str(home.run.origin), None)
         listed = (await anybody.request("GET", "/sessions")).json()
         assert [entry["participant"] for entry in listed["sessions"]] == ["resources", "agent"]
@@ -344,9 +345,10 @@ async def test_nothing_that_a_caller_is_told_of_sessions_opens_one(over: str, ca
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         again: list[Any] = []
-        while not (again and all(entry["closed"] for entry in again)):  # nothing tells when the clean-up has ended
-            await asyncio.sleep(0.001)
-            again = (await anybody.request("GET", "/sessions")).json()["sessions"]
+        async with asyncio.timeout(60):  # as above
+            while not (again and all(entry["closed"] for entry in again)):  # nothing tells when the clean-up has ended
+                await asyncio.sleep(0.001)
+                again = (await anybody.request("GET", "/sessions")).json()["sessions"]
         names = [entry["session_id"] for entry in again]
         assert names == [report.session_id for report in told], "so that an open can be matched with its close"
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 _ROLLOUT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}")
 _RESERVED_SUFFIX = re.compile(r"-a[1-9][0-9]*\Z")
-_CAPTURE_WORD = "training-token-capture"
+CAPTURE_WORD = "training-token-capture"
+"""Stands after the capture key in a path whose calls are captured."""
 _ATTEMPT_SUFFIX = re.compile(r"(?P<rollout>.*)-a(?P<attempt>[1-9][0-9]*)", re.DOTALL)
 
 
@@ -34,10 +35,10 @@ def check_rollout_id(value: object) -> str:
         )
     if _RESERVED_SUFFIX.search(value):
         raise ValueError(f"rollout id {value!r}: the ending -a<number> is reserved for attempts")
-    if value == _CAPTURE_WORD:  # in a path it would be read as an id that was left out
+    if value == CAPTURE_WORD:  # in a path it would be read as an id that was left out
         raise ValueError(
             f"rollout id {value!r}: this word is reserved; it stands after the id, "
-            f"as in /ng-rollout/<rollout id>/{_CAPTURE_WORD}/v1"
+            f"as in /ng-rollout/<rollout id>/{CAPTURE_WORD}/v1"
         )
     return value
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from toprope.correlation.ids import parse_capture_key
+from toprope.correlation.ids import CAPTURE_WORD, parse_capture_key
 
 _HEAD = "/ng-rollout"
-_CAPTURE = "/training-token-capture"
+_CAPTURE = f"/{CAPTURE_WORD}"
 
 
 @dataclass(frozen=True, slots=True)

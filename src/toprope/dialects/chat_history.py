@@ -23,7 +23,7 @@ from toprope.dialects.chat_parts import (
 from toprope.dialects.chat_unread import may_hold_more, unread_of
 from toprope.dialects.pivot import without_token_fields
 from toprope.errors.tree import BadRequest
-from toprope.wire.chat import ROLES
+from toprope.wire.chat import ROLES, THOUGHT_FIELDS
 from toprope.wire.fields import refuse
 from toprope.wire.message_fields import ABOUT_A_MESSAGE
 from toprope.wire.responses import Item
@@ -139,8 +139,8 @@ def _is_odd(part: Any) -> bool:
 
 
 def _thought(message: Mapping[str, Any]) -> str:
-    """The thought of a message under any of its three names; vLLM renamed `reasoning_content` to `reasoning`."""
-    for name in ("reasoning_content", "reasoning"):
+    """The thought of a message under any of its three names."""
+    for name in THOUGHT_FIELDS:
         if isinstance(message.get(name), str) and message[name]:
             return str(message[name])
     blocks = message.get("thinking_blocks")

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from toprope.dialects.chat_history import argument_text
 from toprope.dialects.chat_stream_items import GrowingCall, GrowingPiece, GrowingText, given_id
 from toprope.dialects.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
-from toprope.wire.chat import BadChatReply, ChatReply, Said, read_chat_object
+from toprope.wire.chat import THOUGHT_FIELDS, BadChatReply, ChatReply, Said, read_chat_object
 from toprope.wire.chat_chunk import DECODERS, Decode, TokenLogprob
 
 _FIRST = ("id", "model", "created", "prompt_token_ids")
@@ -29,8 +29,7 @@ _FIRST = ("id", "model", "created", "prompt_token_ids")
 _SAME = ("id", "model", "created")
 """Those that every chunk repeats: once they are known, they do not count."""
 _TOLD_ELSEWHERE = ("choices", "object")
-_THOUGHTS = ("reasoning_content", "reasoning")
-_READ = frozenset((*_THOUGHTS, "role", "content", "refusal", "tool_calls"))
+_READ = frozenset((*THOUGHT_FIELDS, "role", "content", "refusal", "tool_calls"))
 _RANK = {"reasoning": 0, "message": 1, "function_call": 2}
 """The order of a message's items where nothing else is said."""
 
@@ -140,7 +139,7 @@ class ChatStreamReader:
             return None
         if item.kind == "message":
             return DECODERS["content"], TextDelta, [item.text.pieces], None
-        names = [name for name in _THOUGHTS if name in self._texts]
+        names = [name for name in THOUGHT_FIELDS if name in self._texts]
         if len(names) > 1:
             return None
         return DECODERS[names[0]], ReasoningDelta, [item.text.pieces, self._texts[names[0]].pieces], None
@@ -245,7 +244,7 @@ class ChatStreamReader:
         """The thought: what a chunk says under both of its names is said once, all else in the order in which it came.
 
         Different texts in one chunk have no order, which is a fault."""
-        said = [name for name in delta if name in _THOUGHTS and isinstance(delta[name], str) and delta[name]]
+        said = [name for name in delta if name in THOUGHT_FIELDS and isinstance(delta[name], str) and delta[name]]
         for name in said:
             self._text(name).add(delta[name])
         if len(said) == 1:
@@ -261,7 +260,7 @@ class ChatStreamReader:
         """The fault of a thought of which nobody knows whether its second name goes on with it or says it again."""
         if len(self._alone) < 2:
             return None
-        one, other = sorted((self._texts[name].whole() for name in _THOUGHTS), key=len)
+        one, other = sorted((self._texts[name].whole() for name in THOUGHT_FIELDS), key=len)
         if not other.startswith(one):
             return None
         return "no_token_ids: the thought came under two names, and the second may go on with it or say it again"
@@ -359,9 +358,10 @@ class ChatStreamReader:
 
     def _whole_message(self) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": None, **self._message}
-        message.update({name: text.whole() for name, text in self._texts.items()})
-        thought = self._said("reasoning")
-        message.update({name: "".join(thought) for name in _THOUGHTS if name in self._texts})
+        thought = "".join(self._said("reasoning"))
+        message.update(
+            {name: thought if name in THOUGHT_FIELDS else text.whole() for name, text in self._texts.items()}
+        )
         texts = self._said("message")
         if texts or self._has_text:
             message["content"] = "".join(texts)

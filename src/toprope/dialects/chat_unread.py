@@ -14,11 +14,11 @@ from typing import Any
 from toprope.canonical.json import NotJson, loads
 from toprope.dialects.chat_parts import plain_text
 from toprope.dialects.pivot import without_token_fields
+from toprope.wire.chat import THOUGHT_FIELDS
 from toprope.wire.message_fields import ABOUT_A_MESSAGE, MOVED_FIELDS, says_something
 from toprope.wire.responses import Item
 
 _READ = ABOUT_A_MESSAGE | {"tool_calls"}
-_THOUGHTS = ("reasoning_content", "reasoning")
 _CALL_FIELDS = frozenset(("id", "type", "function", "custom", "index"))
 _FUNCTION_FIELDS = frozenset(("name", "arguments", "parsed_arguments", "input"))
 _HOW_IT_IS_WRITTEN = frozenset(("type", "id", "index", "format", "signature"))
@@ -63,7 +63,7 @@ def may_hold_more(message: Mapping[str, Any]) -> bool:
     for name, value in message.items():
         if not value or name in _READ:
             continue
-        if name not in _THOUGHTS or not isinstance(value, str):
+        if name not in THOUGHT_FIELDS or not isinstance(value, str):
             return True
         thoughts += 1
     return thoughts > 1 or any(map(_beside_call, message.get("tool_calls") or ()))

@@ -6,6 +6,8 @@ a subclass whose attributes are code. Left to others: containing that code while
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from toprope.errors.body import said_by
@@ -45,6 +47,15 @@ def plain_error(error: TopropeError, server: str) -> TopropeError:
     made.headers = {text_of(name): text_of(value) for name, value in headers.items()}
     made.args, made.__cause__ = (made.message,), error
     return made
+
+
+@contextmanager
+def plain_errors(server: str) -> Iterator[None]:
+    """What is raised inside that is an error of ours comes out as `plain_error`. Runs the author's code: contain it."""
+    try:
+        yield
+    except TopropeError as error:
+        raise plain_error(error, server)  # noqa: B904  # it is that error, or has it as its cause
 
 
 def text_of(value: Any) -> str:

@@ -19,10 +19,11 @@ from toprope.wire.message_fields import ABOUT_A_MESSAGE, MOVED_FIELDS, says_some
 
 _TEXT_PARTS = frozenset({"output_text", "input_text", "text", "reasoning_text", "summary_text", "refusal"})
 _ID_FIELDS = ("call_id", "id")
-_THOUGHT = "reasoning:"
+THOUGHT = "reasoning:"
+"""How the mark of a thought begins."""
 _SEALED = "reasoning:-"
 """How the mark of a thought without readable text begins: only its id, or a sealed form, came back."""
-_WORDS = ("message:", _THOUGHT)
+_WORDS = ("message:", THOUGHT)
 _REFERENCE = "item_reference:"
 _FIELD = "+"
 
@@ -48,9 +49,7 @@ def is_model_authored(item: Mapping[str, Any]) -> bool:
     hide in it. A message that says nothing, in its content or in any field that we do not read, is none.
     """
     kind = _kind(item)
-    if kind == "message":
-        return item.get("role") not in _OTHERS and (bool(_said(item.get("content"))) or bool(_unread(item)))
-    return kind not in TOOL_RESULTS
+    return _words_of(item) is not None if kind == "message" else kind not in TOOL_RESULTS
 
 
 def item_digests(items: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -125,7 +124,7 @@ def _vouches(held: str, content: str) -> bool:
     """Whether what was recorded as `held` may come back, under its id, as `content`, which is something else."""
     if content.startswith(_SEALED):
         # A reply and the reasoning before it may share an id; the one does not vouch for the other.
-        return held.startswith(_THOUGHT)
+        return held.startswith(THOUGHT)
     return content.startswith(_REFERENCE) or not (content.startswith(_WORDS) or held.startswith(_WORDS))
 
 
@@ -174,11 +173,10 @@ def _mark(item: Mapping[str, Any]) -> str | None:
     kind = _kind(item)
     fields: list[str] = []
     if kind == "message":
-        if item.get("role") in _OTHERS:
+        words = _words_of(item)
+        if words is None:
             return None
-        said, unread = _said(item.get("content")), _unread(item)
-        if not (said or unread):
-            return None
+        said, unread = words
         digest = value_mark(said)
         fields = [_FIELD + value_mark(field)[:16] for field in unread]
     elif kind in TOOL_RESULTS:
@@ -187,6 +185,14 @@ def _mark(item: Mapping[str, Any]) -> str | None:
         digest = _content_digest(kind, item)
     ids = [_short(str(item[name])) for name in _ID_FIELDS if item.get(name)]
     return f"{kind}:{digest}:{','.join(ids + fields)}"
+
+
+def _words_of(message: Mapping[str, Any]) -> tuple[list[Any], list[tuple[str, Any]]] | None:
+    """What a message says, and its unread fields that say something; None for one that no policy wrote."""
+    if message.get("role") in _OTHERS:
+        return None
+    said, unread = _said(message.get("content")), _unread(message)
+    return (said, unread) if said or unread else None
 
 
 def _content_digest(kind: str, item: Mapping[str, Any]) -> str:

@@ -22,7 +22,7 @@ from toprope.errors.kinds import Delivery
 from toprope.errors.tree import TopropeError
 from toprope.http.peer import MAX_REPLY_BYTES
 from toprope.protocol.grants import StreamableHttp
-from toprope.tools.mcp_messages import Trouble, Unasked, Unfit, cheap, check_answer, is_answer, read_message, shown
+from toprope.tools.mcp_messages import Trouble, Unasked, Unfit, check_answer, is_answer, passed_on, read_message, shown
 from toprope.wire.sse import SseEvent, SseReader, SseTooLarge
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class _Watched(httpx2.AsyncBaseTransport):
         body = await _whole(reply)
         message = read_message(body)
         check_answer(question.number, message, body)
-        return _with(reply, request, kind, content=cheap(message, body))
+        return _with(reply, request, kind, content=passed_on(message, body))
 
     def _refused(self, reply: httpx2.Response, request: httpx2.Request, question: _Question | None) -> httpx2.Response:
         """The reply, noted if it is an error; its body is left to the SDK only where it can be about the question."""
@@ -239,7 +239,7 @@ class _Events(httpx2.AsyncByteStream):
                 message = self._message_of(event)
                 if message is not None:
                     # One line: where strict JSON has a line end, it is a space between two tokens.
-                    passed.append(b"data: " + cheap(message, event.data).replace(b"\n", b" ") + b"\n\n")
+                    passed.append(b"data: " + passed_on(message, event.data).replace(b"\n", b" ") + b"\n\n")
                 if self._answered:
                     return b"".join(passed)
         return b"".join(passed)

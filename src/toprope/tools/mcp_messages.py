@@ -62,20 +62,27 @@ def check_answer(asked: Any, message: JSONRPCMessage, raw: bytes) -> None:
         raise Unfit(f"what came back answers no request of id {asked!r}: {shown(raw)}")
 
 
-def cheap(message: JSONRPCMessage, raw: bytes) -> bytes:
-    """`raw`, the message's bytes; of a listing without the output schemas that are not safe to check against.
+def drop_costly_schemas(message: JSONRPCMessage) -> bool:
+    """Take out of a listing the output schemas that are not safe to check against; whether there was one.
 
     The SDK checks each result of a tool against its output schema, in our event loop: a regular expression of the
     server's, or references that fan out, would hold up all episodes of the process for as long as it likes.
     """
     tools = message.result.get("tools") if isinstance(message, JSONRPCResponse) else None
-    if not isinstance(tools, list):
-        return raw
-    for entry in tools:
+    dropped = False
+    for entry in tools if isinstance(tools, list) else ():
         if isinstance(entry, dict) and "outputSchema" in entry:
             text = json.dumps(entry["outputSchema"])
             if len(text) > _MAX_SCHEMA_BYTES or any(key in text for key in _COSTLY):
                 del entry["outputSchema"]
+                dropped = True
+    return dropped
+
+
+def passed_on(message: JSONRPCMessage, raw: bytes) -> bytes:
+    """What the SDK gets of a message that came as `raw`: that, or what is left without costly schemas."""
+    if not drop_costly_schemas(message):
+        return raw
     return message.model_dump_json(by_alias=True, exclude_unset=True).encode()
 
 

@@ -12,13 +12,12 @@ from typing import Any
 import numpy as np
 
 from toprope.tokens.entry import TokenEntry
-from toprope.tokens.items import content_of, is_model_authored, item_digests
+from toprope.tokens.items import THOUGHT, content_of, is_model_authored, item_digests
 from toprope.trajectory import reasons
 from toprope.trajectory.evidence import Call, Evidence
 
 NOT_HELD = "response:"
 """Prefix of a claim that names a response id no record has."""
-_THOUGHT = "reasoning:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +236,7 @@ def _begin_of(wrote: tuple[str, ...], shown: tuple[str, ...], end: int) -> int |
     for mark in reversed(wrote):
         if end and shown[end - 1] == mark:
             end -= 1
-        elif not mark.startswith(_THOUGHT):
+        elif not mark.startswith(THOUGHT):
             return None
     return end
 
@@ -247,4 +246,4 @@ def _contents(items: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def _spoken(contents: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(content for content in contents if not content.startswith(_THOUGHT))
+    return tuple(content for content in contents if not content.startswith(THOUGHT))

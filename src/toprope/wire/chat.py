@@ -40,6 +40,9 @@ FINISH_REASONS: Mapping[str | None, FinishReason] = {
 }
 """What engines say of an end that is known, in our words."""
 
+THOUGHT_FIELDS = ("reasoning_content", "reasoning")
+"""The fields of a message, or of a delta, that hold its thought as one text; vLLM renamed the first to the second."""
+
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
@@ -140,10 +141,13 @@ async def test_a_result_after_a_call_is_what_follows_a_call():
     assert told == [10, START, *b"tool\n3", END, 10, START, *b"assistant\n"]
 
 
-@pytest.mark.promise("MS-12")
-@pytest.mark.parametrize("stream", [False, True])
-async def test_stock_vllm_is_given_the_sampled_ids_and_the_rest_by_its_own_tokeniser(stream):
-    upstream = VllmStandIn(says="hello")
+PATH = "/ng-rollout/r/training-token-capture/v1/chat/completions"
+
+
+@asynccontextmanager
+async def required_on_vllm(says):
+    """A peer of a server that insists on token-in, before a stand-in of vLLM that closes its turns, and its store."""
+    upstream = VllmStandIn(says=says)
     upstream.closes_turns = True
     store = MemoryStore()
     async with serving(upstream) as url, Client() as outside:
@@ -151,15 +155,20 @@ async def test_stock_vllm_is_given_the_sampled_ids_and_the_rest_by_its_own_token
         server = ModelServer(name="policy", engine=engine, recorder=Recorder(store, reader=store), token_in="required")
         await server.app.start()
         async with Client(inline={"policy": server.app}) as client:
-            peer = client.peer("inline://policy", None)
-            messages = [{"role": "user", "content": "hi"}]
-            for _ in range(3):
-                body = {"model": "m", "messages": messages, "stream": stream, "max_tokens": 3 + len(messages)}
-                path = "/ng-rollout/r/training-token-capture/v1/chat/completions"
-                assert (await peer.request("POST", path, body=json.dumps(body).encode())).status == 200
-                said = (await store.open_entries("r", 0))[-1].output_items[0]["content"][0]["text"]
-                messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "so?"}]
+            yield client.peer("inline://policy", None), store
         await server.app.stop()
+
+
+@pytest.mark.promise("MS-12")
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stock_vllm_is_given_the_sampled_ids_and_the_rest_by_its_own_tokeniser(stream):
+    async with required_on_vllm("hello") as (peer, store):
+        messages = [{"role": "user", "content": "hi"}]
+        for _ in range(3):
+            body = {"model": "m", "messages": messages, "stream": stream, "max_tokens": 3 + len(messages)}
+            assert (await peer.request("POST", PATH, body=json.dumps(body).encode())).status == 200
+            said = (await store.open_entries("r", 0))[-1].output_items[0]["content"][0]["text"]
+            messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "so?"}]
     first, second, third = await store.open_entries("r", 0)
     ask = [3, *b"user:so?", EOS, 10, 3, *b"assistant:"]
     for before, after in ((first, second), (second, third)):
@@ -172,23 +181,13 @@ async def test_stock_vllm_is_given_the_sampled_ids_and_the_rest_by_its_own_token
 
 @pytest.mark.promise("MS-12")
 async def test_a_turn_that_a_limit_cuts_at_a_newline_is_closed_on_stock_vllm():
-    upstream = VllmStandIn(says="ab\ncd")
-    upstream.closes_turns = True
-    store = MemoryStore()
-    async with serving(upstream) as url, Client() as outside:
-        engine = VllmEngine(client=outside, base_url=f"{url}/v1")
-        server = ModelServer(name="policy", engine=engine, recorder=Recorder(store, reader=store), token_in="required")
-        await server.app.start()
-        async with Client(inline={"policy": server.app}) as client:
-            peer = client.peer("inline://policy", None)
-            messages = [{"role": "user", "content": "hi"}]
-            for limit in (3, 9):
-                body = {"model": "m", "messages": messages, "max_tokens": limit}
-                path = "/ng-rollout/r/training-token-capture/v1/chat/completions"
-                reply = await peer.request("POST", path, body=json.dumps(body).encode())
-                said = json.loads(reply.body)["choices"][0]["message"]["content"]
-                messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "so?"}]
-        await server.app.stop()
+    async with required_on_vllm("ab\ncd") as (peer, store):
+        messages = [{"role": "user", "content": "hi"}]
+        for limit in (3, 9):
+            body = {"model": "m", "messages": messages, "max_tokens": limit}
+            reply = await peer.request("POST", PATH, body=json.dumps(body).encode())
+            said = json.loads(reply.body)["choices"][0]["message"]["content"]
+            messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "so?"}]
     first, second = await store.open_entries("r", 0)
     assert first.generation_token_ids.tolist() == [*b"ab\n"]
     whole = [*first.prompt_token_ids.tolist(), *first.generation_token_ids.tolist()]

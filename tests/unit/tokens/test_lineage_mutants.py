@@ -133,7 +133,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "or not (content.startswith(_WORDS) or held.startswith(_WORDS))",
         "or content.startswith(_WORDS) == held.startswith(_WORDS)",
     ),
-    "a_reply_vouches_for_a_thought_without_text": ("items", "return held.startswith(_THOUGHT)", "return True"),
+    "a_reply_vouches_for_a_thought_without_text": ("items", "return held.startswith(THOUGHT)", "return True"),
     "items_of_unknown_kinds_are_nobodys": (
         "items",
         "    elif kind in TOOL_RESULTS:\n",
@@ -150,7 +150,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if False:",
     ),
     "fields_that_are_not_read_not_counted": ("items", "        used.update(fields)\n", ""),
-    "a_turn_in_another_field_alone_is_none": ("items", "if not (said or unread):", "if not said:"),
+    "a_turn_in_another_field_alone_is_none": ("items", "if said or unread else None", "if said else None"),
     "fields_of_parts_not_read": (
         "items",
         "for part in content if isinstance(content, list | tuple) else ():",

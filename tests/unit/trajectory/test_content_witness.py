@@ -176,9 +176,9 @@ def read() -> Reader:
 
 _AGAIN = "for wanted in (shown, _spoken(shown)):"
 MUTANTS: dict[str, tuple[str, str]] = {
-    "exact_matches_come_first": ("elif not mark.startswith(_THOUGHT):", "elif _THOUGHT not in str(shown):"),
-    "reasoning_may_not_be_left_out": ("elif not mark.startswith(_THOUGHT):", "else:"),
-    "anything_may_be_left_out": ("elif not mark.startswith(_THOUGHT):", "elif False:"),
+    "exact_matches_come_first": ("elif not mark.startswith(THOUGHT):", "elif THOUGHT not in str(shown):"),
+    "reasoning_may_not_be_left_out": ("elif not mark.startswith(THOUGHT):", "else:"),
+    "anything_may_be_left_out": ("elif not mark.startswith(THOUGHT):", "elif False:"),
     "reasoning_written_anew_hides_the_call": (_AGAIN, "for wanted in (shown,):"),
     "reasoning_of_the_final_output_counts_for_nothing": (_AGAIN, "for wanted in (_spoken(shown),):"),
     "reasoning_of_a_transcript_written_anew_hides_the_call": (" or said.in_all(_spoken(shown))", ""),

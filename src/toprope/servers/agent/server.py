@@ -39,7 +39,7 @@ from toprope.sandbox.desk import SandboxDesk
 from toprope.servers.agent.activations import Activations
 from toprope.servers.agent.agent import Activation, Agent, ModelAccess, Observations
 from toprope.servers.agent.sandboxes import AgentSandboxes, SessionSandbox
-from toprope.servers.authored import plain_error, text_of
+from toprope.servers.authored import plain_errors, text_of
 from toprope.servers.session_door import SessionDoor, check_key, close_token, lease_s, working_for
 from toprope.servers.sessions import SeedCall, Session, SessionRegistry, payload_digest
 from toprope.tools.access import ToolAccess
@@ -248,11 +248,9 @@ class AgentServer:
 
     async def _answered(self, activation: Activation) -> tuple[str, Reply]:
         """The agent's answer, its status first. Its response, and what it raises, may be code: run it contained."""
-        try:
+        with plain_errors(self.name):
             response = await self.agent.respond(activation)
             return text_of(response.get("status", "completed")), json_reply(response)
-        except TopropeError as error:
-            raise plain_error(error, self.name)  # noqa: B904  # it is that error, or has it as its cause
 
     async def _respond_alone(self, request: Request, body: dict[str, Any]) -> Reply:
         if not self._allow_sessionless:

@@ -26,7 +26,7 @@ from toprope.http.request import Request
 from toprope.protocol.episode import RunReply, RunRequest
 from toprope.protocol.grants import Grant
 from toprope.protocol.sessions import is_handle
-from toprope.servers.authored import plain_error
+from toprope.servers.authored import plain_errors
 from toprope.servers.environment.episode import Episode, OnSession, Plan, Timeouts
 from toprope.servers.environment.judging import failure_of
 from toprope.servers.environment.participant import SessionReport
@@ -170,10 +170,8 @@ class EnvironmentServer:
             return await _reply(RunReply(outcome.episode_id, outcome.task_id, None, failure), request.speaks_protocol)
 
     async def _read(self, asked: RunRequest) -> Any:
-        try:
+        with plain_errors(self.name):
             return self.protocol.read(asked.task.task_input)
-        except TopropeError as error:
-            raise plain_error(error, self.name)  # noqa: B904  # it is that error, or has it as its cause
 
     async def _admitted(self, asked: RunRequest, given: Any) -> RunReply:
         try:
@@ -200,10 +198,8 @@ class EnvironmentServer:
 
     async def _result(self, episode: Episode, given: Any) -> dict[str, Any]:
         """The protocol's result with the handle on it. It, and what is raised, may be code: run it contained."""
-        try:
+        with plain_errors(self.name):
             return _with_handle(await self.protocol.run(episode, given), episode)
-        except TopropeError as error:
-            raise plain_error(error, self.name)  # noqa: B904  # it is that error, or has it as its cause
 
     @asynccontextmanager
     async def _slot(self) -> AsyncIterator[None]:
