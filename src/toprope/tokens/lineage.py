@@ -19,6 +19,7 @@ from toprope.tokens.asked import Asked
 from toprope.tokens.entry import ParentDecision, TokenEntry, as_ids
 from toprope.tokens.hashing import BLOCK_IDS, ChainHash, Ids
 from toprope.tokens.items import CountedMarks, MarkBags, content_of, item_digests
+from toprope.tokens.sent import SentItems
 from toprope.tokens.strands import Node, Strand
 
 FIRST_CALL: Final = "first_call"
@@ -60,25 +61,10 @@ class ParentChoice:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """A recent request: the next one of its conversation begins with the same items.
+    """A recent request: the next one of its conversation begins with the same items."""
 
-    `exacting` are the places of items for which `==` is not enough: 1, 1.0 and True are equal and say other things.
-    """
-
-    items: tuple[Mapping[str, Any], ...]
+    sent: SentItems
     asked: Asked
-    exacting: tuple[int, ...] = ()
-
-    def begins(self, request: tuple[Mapping[str, Any], ...]) -> bool:
-        """Whether `request` begins with these items, value by value of the same type."""
-        size = len(self.items)
-        # The last item first: it tells most conversations apart without a look at what they begin with.
-        return (
-            0 < size <= len(request)
-            and request[size - 1] == self.items[-1]
-            and request[:size] == self.items
-            and all(repr(request[at]) == repr(self.items[at]) for at in self.exacting)
-        )
 
 
 class LineageHistory:
@@ -196,16 +182,14 @@ class LineageHistory:
     def asked_by(self, items: Sequence[Mapping[str, Any]]) -> Asked:
         """The marks of a request with these items; what a recent one began with is not digested again."""
         request = tuple(items)
-        known = _Request((), Asked())
-        for each in sorted(self._recent, key=lambda recent: len(recent.items), reverse=True):
-            if each.begins(request):
+        known = _Request(SentItems(), Asked())
+        for each in sorted(self._recent, key=lambda recent: len(recent.sent.items), reverse=True):
+            if each.sent.begin(request):
                 known = each
                 break
-        start = len(known.items)
-        asked = known.asked.extended(item_digests(request[start:]))
-        exacting = (at for at in range(start, len(request)) if not _all_text(request[at]))
+        asked = known.asked.extended(item_digests(request[len(known.sent.items) :]))
         others = [each for each in self._recent if each is not known]
-        self._recent = [*others[1 - _RECENT_REQUESTS :], _Request(request, asked, (*known.exacting, *exacting))]
+        self._recent = [*others[1 - _RECENT_REQUESTS :], _Request(known.sent.continued(request), asked)]
         return asked
 
     def accounts_for(self, node: Node, asked: Asked) -> bool:
@@ -344,20 +328,6 @@ def decide_asked(
         suffix_start=parent.cum_len,
         asked=asked,
     )
-
-
-def _all_text(item: Mapping[str, Any]) -> bool:
-    """Whether the leaves of an item are strings or null, so that what equals it says the same."""
-    rest: list[Any] = [item]
-    while rest:
-        value = rest.pop()
-        if type(value) is dict:
-            rest.extend(value.values())
-        elif type(value) is list:
-            rest.extend(value)
-        elif value is not None and type(value) is not str:
-            return False
-    return True
 
 
 def _orphan(

@@ -11,7 +11,7 @@ from tests.mutants import killer, mutated
 from tests.unit.tokens import test_asked, test_items, test_lineage
 
 ROOM = "toprope.tokens"
-ORDER = ("asked", "items", "strands", "lineage", "deferred")
+ORDER = ("asked", "items", "sent", "strands", "lineage", "deferred")
 SUITES = (test_lineage, test_items, test_asked)
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
@@ -90,7 +90,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if added is not None and {content_of(mark) for mark in added}"
         " <= {content_of(mark) for mark in node.own_output}:",
     ),
-    "equal_values_of_other_types_are_the_same": ("lineage", "for at in self.exacting)", "for at in ())"),
+    "equal_values_of_other_types_are_the_same": ("sent", "for at in self.exacting)", "for at in ())"),
     "an_uncaptured_turn_is_called_a_rewrite": (
         "lineage",
         "return all(content_of(mark) in self._contents for mark in asked)",

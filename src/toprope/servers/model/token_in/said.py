@@ -22,6 +22,7 @@ from typing import Any
 
 from toprope.dialects.pivot import request_items
 from toprope.tokens.items import TOOL_RESULTS, content_of, item_digests, value_mark
+from toprope.tokens.sent import SentItems
 from toprope.wire.responses import Item, ResponsesRequest
 
 DROPPED_THINKING = "dropped_thinking"
@@ -90,20 +91,20 @@ class Reader:
     """Reads the requests of one rollout; what a recent one began with is not digested again."""
 
     def __init__(self) -> None:
-        self._recent: list[tuple[tuple[Item, ...], list[tuple[bool, Any]]]] = []
+        self._recent: list[tuple[SentItems, list[tuple[bool, Any]]]] = []
 
     def conversation(self, request: ResponsesRequest) -> Conversation:
         """The request's conversation."""
         return _arranged(_root(request), self._read(request_items(request)))
 
     def _read(self, items: tuple[Item, ...]) -> list[tuple[bool, Any]]:
-        known: list[tuple[bool, Any]] = []
-        for begun, read in sorted(self._recent, key=lambda each: -len(each[0])):
-            if len(begun) <= len(items) and all(map(_same, begun, items)):
-                known = read
+        begun, known = SentItems(), list[tuple[bool, Any]]()
+        for sent, read in sorted(self._recent, key=lambda each: -len(each[0].items)):
+            if sent.begin(items):
+                begun, known = sent, read
                 break
         done = [*known, *map(_read_item, items[len(known) :])]
-        self._recent = [*self._recent[-3:], (items, done)]
+        self._recent = [*self._recent[-3:], (begun.continued(items), done)]
         return done
 
 
@@ -235,19 +236,6 @@ def _others(kind: str, item: Item, says: str) -> str:
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
     """`fields` without those that are null."""
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two values are equal and of equal kinds: to `==`, 1 is true."""
-    if one is other:
-        return True
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(value, other[name]) for name, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return bool(one == other)
 
 
 def _parts(content: Any, *, whole: bool = False) -> list[Any]:
