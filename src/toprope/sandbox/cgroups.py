@@ -11,12 +11,14 @@ file. Left to others: CPU time and OOM counts are read here, but acted on in `ex
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -57,9 +59,9 @@ class Run:
     joins: tuple[Path, ...]
 
     def cpu_s(self) -> float:
-        """CPU seconds used so far by all of the run, the dead included."""
+        """CPU seconds used so far by all of the run, the dead included. Raises `FileNotFoundError` once it is removed."""
         if self.place.version == 1:
-            return int((self.groups[1] / "cpuacct.usage").read_text()) / 1e9
+            return int(_read(self.groups[1] / "cpuacct.usage")) / 1e9
         return _field(self.groups[0] / "cpu.stat", "usage_usec") / 1e6
 
     def kill(self) -> None:
@@ -257,11 +259,28 @@ def sweep_forgotten(place: Place) -> None:
 
 
 def _holds_a_process(group: Path) -> bool:
-    return any(each.read_text().strip() for each in (group / "cgroup.procs", *group.glob("*/cgroup.procs")))
+    return any(_read(each).strip() for each in (group / "cgroup.procs", *group.glob("*/cgroup.procs")))
+
+
+@contextmanager
+def _gone_is_absent(file: Path) -> Iterator[None]:
+    """A group that another process removes between our opening of its file and our use of it is `FileNotFoundError`, as
+    one that was gone before is; the kernel says "no such device" of it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno == errno.ENODEV:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(file)) from error
+        raise
+
+
+def _read(file: Path) -> str:
+    with _gone_is_absent(file):
+        return file.read_text()
 
 
 def _field(file: Path, name: str) -> int:
-    for line in file.read_text().splitlines():
+    for line in _read(file).splitlines():
         key, _, value = line.partition(" ")
         if key == name:
             return int(value)
@@ -272,10 +291,11 @@ def _kill(group: Path) -> None:
     switch = group / "cgroup.kill"
     try:
         if switch.exists():
-            switch.write_text("1")
+            with _gone_is_absent(switch):
+                switch.write_text("1")
             return
         for _ in range(50):  # a fork bomb forks while we read; `remove` comes again
-            pids = [int(line) for line in (group / "cgroup.procs").read_text().split()]
+            pids = [int(line) for line in _read(group / "cgroup.procs").split()]
             if not pids:
                 return
             for pid in pids:

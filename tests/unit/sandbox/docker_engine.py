@@ -122,7 +122,7 @@ class Engine:
         container = self._container(request)
         container.kill()
         del self.containers[container.name]
-        for process in container.execs:
+        for process in tuple(container.execs):  # an exec that ends leaves the set meanwhile
             await process.wait()
         shutil.rmtree(container.root)
         return web.Response(status=204)

@@ -6,6 +6,7 @@ import os
 import secrets
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -50,6 +51,41 @@ def test_limits_are_held_and_the_group_is_killed_whole(place: cgroups.Place) -> 
         group.remove()
     assert not any(path.exists() for path in group.paths)
     group.remove()
+
+
+def test_a_group_that_another_reaper_removes_while_it_is_read_is_gone(
+    place: cgroups.Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The owner of a directory of leases and a borrower reap at the same time; each is content with what the other did."""
+    group = cgroups.Group(place, f"toprope-test-{secrets.token_hex(4)}")
+    group.make(Limits())
+    run = group.run()
+    read = Path.read_text
+    raced = []
+
+    def late(path: Path, *given: Any, **named: Any) -> str:
+        if path.name not in ("cgroup.procs", "cpuacct.usage", "cpu.stat"):
+            return read(path, *given, **named)
+        with path.open(*given, **named) as file:
+            if path.parent.exists():
+                path.parent.rmdir()
+                raced.append(path.name)
+            return file.read()
+
+    try:
+        monkeypatch.setattr(Path, "read_text", late)
+        with pytest.raises(FileNotFoundError):
+            run.cpu_s()
+        if place.version == 2:
+            assert len(raced) == 1
+            return
+        run.remove()
+        group.remove()
+        assert raced == ["cpuacct.usage", "cgroup.procs", *["cgroup.procs"] * len(group.paths)]
+    finally:
+        monkeypatch.undo()
+        group.remove()
+    assert not any(path.exists() for path in group.paths)
 
 
 def test_a_trial_that_was_killed_is_swept_by_the_next(place: cgroups.Place) -> None:
