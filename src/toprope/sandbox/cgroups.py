@@ -59,7 +59,7 @@ class Run:
     joins: tuple[Path, ...]
 
     def cpu_s(self) -> float:
-        """CPU seconds used so far by all of the run, the dead included. Raises `FileNotFoundError` once it is removed."""
+        """CPU seconds used so far by all of the run, the dead included. Raises `FileNotFoundError` when gone."""
         if self.place.version == 1:
             return int(_read(self.groups[1] / "cpuacct.usage")) / 1e9
         return _field(self.groups[0] / "cpu.stat", "usage_usec") / 1e6

@@ -56,7 +56,7 @@ def test_limits_are_held_and_the_group_is_killed_whole(place: cgroups.Place) -> 
 def test_a_group_that_another_reaper_removes_while_it_is_read_is_gone(
     place: cgroups.Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The owner of a directory of leases and a borrower reap at the same time; each is content with what the other did."""
+    """The owner of a directory of leases and a borrower reap at once; each is content with what the other did."""
     group = cgroups.Group(place, f"toprope-test-{secrets.token_hex(4)}")
     group.make(Limits())
     run = group.run()
