@@ -139,10 +139,10 @@ def _is_odd(part: Any) -> bool:
 
 
 def _thought(message: Mapping[str, Any]) -> str:
-    """The thought of a message under any of its three names."""
-    for name in THOUGHT_FIELDS:
-        if isinstance(message.get(name), str) and message[name]:
-            return str(message[name])
+    """The thought of a message under any of its three names; two different texts under two of them both count."""
+    texts = [message[name] for name in THOUGHT_FIELDS if isinstance(message.get(name), str)]
+    if said := "".join(dict.fromkeys(texts)):
+        return said
     blocks = message.get("thinking_blocks")
     return "".join(_odd_thoughts(blocks)) if isinstance(blocks, list) else ""
 

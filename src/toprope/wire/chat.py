@@ -267,13 +267,16 @@ def _lenient_tokens(prompt: Any, generation: Any, content: Any) -> _Tokens:
 
 
 def _contradiction(prompt: Any, of_choice: Any, token_ids: Any, message: Mapping[str, Any]) -> str | None:
-    """The fault of a reply that tells its ids in two places, and not the same ones."""
+    """The fault of a reply that tells its ids, or its thought, in two places, and not the same ones."""
     prompts = [ids for ids in (prompt, of_choice, message.get("prompt_token_ids")) if ids]
     if len(prompts) > 1 and any(ids != prompts[0] for ids in prompts[1:]):
         return "no_token_ids: the prompt ids are told twice and differ"
     told = message.get("generation_token_ids")
     if told is not None and token_ids is not None and told != token_ids:
         return "no_token_ids: the generated ids are told twice and differ"
+    thoughts = {thought for name in THOUGHT_FIELDS if (thought := message.get(name)) and isinstance(thought, str)}
+    if len(thoughts) > 1:
+        return "no_token_ids: two thoughts stand under two names, and nobody knows in which order they were sampled"
     return None
 
 

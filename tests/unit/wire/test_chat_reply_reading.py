@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 
+from toprope.dialects.chat_reply import output_from_chat
 from toprope.testing.upstream import completion
 from toprope.wire.chat import BadChatReply, read_chat_object, read_chat_reply
 from toprope.wire.responses import Usage
@@ -141,6 +142,22 @@ def test_ids_that_are_told_twice_and_differ_are_a_fault(of_choice, of_message, f
     reply = read_chat_object(body) if parsed else read_chat_reply(json.dumps(body).encode())
     assert reply.token_fault is None if fault is None else fault in reply.token_fault
     assert reply.message["content"] == "hello"
+
+
+@pytest.mark.parametrize("parsed", [False, True], ids=["read", "parsed already"])
+def test_two_thoughts_under_two_names_are_a_fault_and_both_reach_the_client(parsed):
+    def read(**thoughts):
+        body = json.loads(completion({"role": "assistant", "content": "x", **thoughts}, **IDS).body)
+        reply = read_chat_object(body) if parsed else read_chat_reply(json.dumps(body).encode())
+        thought, _ = output_from_chat(reply.message, "r1")
+        return thought["content"][0]["text"], reply.token_fault
+
+    assert read(reasoning="t", reasoning_content="t") == ("t", None)
+    assert read(reasoning="t", reasoning_content="") == ("t", None)
+    text, fault = read(reasoning="u", reasoning_content="t")
+    assert text == "tu"
+    assert fault is not None
+    assert fault.startswith("no_token_ids: two thoughts")
 
 
 def test_prompt_ids_at_the_choice_are_prompt_ids():
