@@ -51,11 +51,7 @@ class BadChatReply(ValueError):
 
 
 class TellsError(BadChatReply):
-    """An upstream's 200 that tells an error; `body` is the whole reply as an object."""
-
-    def __init__(self, body: dict[str, Any]) -> None:
-        super().__init__("it tells an error")
-        self.body = body
+    """An upstream's 200 that tells an error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +140,12 @@ _reply_decoder = msgspec.json.Decoder(_Reply)
 _kept_decoder = msgspec.json.Decoder(_KeptLogprobs)
 
 
+def tells_error(value: Any) -> bool:
+    """Whether the `error` field of a reply says anything: gateways leave `{"message": ""}` beside good choices."""
+    parts = value.values() if isinstance(value, dict) else (value,)
+    return any(part.strip() if isinstance(part, str) else part for part in parts)
+
+
 def read_chat_reply(data: bytes, *, keep_logprobs: bool = False) -> ChatReply:
     """Read a chat completion. `keep_logprobs` also keeps the choice's `logprobs` object for a client that asked.
 
@@ -151,7 +153,7 @@ def read_chat_reply(data: bytes, *, keep_logprobs: bool = False) -> ChatReply:
     """
     try:
         reply = _reply_decoder.decode(data)
-        if reply.error:
+        if tells_error(reply.error):
             return _read_leniently(data, keep_logprobs)
         kept = _kept_decoder.decode(data).choices if keep_logprobs else []
         choice = _only(reply.choices)
@@ -189,8 +191,8 @@ def _read_leniently(data: bytes, keep_logprobs: bool) -> ChatReply:
         body = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise BadChatReply(f"not JSON: {error}") from error
-    if isinstance(body, dict) and body.get("error"):
-        raise TellsError(body)
+    if isinstance(body, dict) and tells_error(body.get("error")):
+        raise TellsError("it tells an error")
     return read_chat_object(body, keep_logprobs=keep_logprobs)
 
 

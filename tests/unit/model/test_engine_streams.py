@@ -210,6 +210,32 @@ async def test_an_event_of_several_megabytes_is_read_and_one_over_the_limit_is_n
     assert url in caught.value.message
 
 
+EMPTY_ERRORS = [{"message": "", "code": None}, {"message": " ", "metadata": {}}, {}, "", " ", [], False, None]
+
+
+@pytest.mark.parametrize("nothing", EMPTY_ERRORS)
+async def test_an_error_that_says_nothing_beside_a_choice_is_none(client, nothing):
+    whole = completion(prompt_token_ids=[1], token_ids=[5], log_probs=[-0.5], finish_reason="stop")
+    whole = replace(whole, body=json.dumps({**json.loads(whole.body), "error": nothing}).encode())
+    upstream = ScriptedUpstream([whole, stream([{**HI, "error": nothing}, {"error": nothing}, STOP])])
+    async with serving(upstream) as url:
+        replies = [await engine_at(client, url).generate(ask(emit, want_tokens=True)) for emit in (None, [].append)]
+    assert [reply.finish_reason for reply in replies] == ["stop", "stop"]
+    assert [reply.tokens.generation_token_ids.tolist() for reply in replies] == [[5], [5, 2]]
+
+
+@pytest.mark.parametrize("end", ["[DONE] ", " [DONE]\t", "[DONE]"])
+@pytest.mark.parametrize("blank", [b"data:\n\n", b"data: \n\n", b"data:\ndata: \n\n", b"event: ping\ndata:\n\n"])
+async def test_events_of_nothing_and_blanks_about_the_last_one_are_no_garbage(client, blank, end):
+    pieces = [blank, HI, blank, STOP, blank, usage_chunk(1, 2), event(end)]
+    deltas = []
+    async with serving(ScriptedUpstream([stream(pieces, done=False, end="hang")])) as url:
+        reply = await engine_at(client, url, idle_timeout_s=30).generate(ask(deltas.append, want_tokens=True))
+    assert deltas == [TextDelta(0, "hi")]
+    assert (reply.finish_reason, reply.usage.output_tokens) == ("stop", 2)
+    assert reply.tokens.generation_token_ids.tolist() == [5, 2]
+
+
 async def test_an_endpoint_that_answers_whole_although_a_stream_was_asked_for_is_right_too(client):
     whole = completion(prompt_token_ids=[1], token_ids=[5], log_probs=[-0.5])
     async with serving(ScriptedUpstream([whole])) as url:
@@ -224,7 +250,13 @@ async def test_an_endpoint_that_answers_whole_although_a_stream_was_asked_for_is
 FAULTS = {
     "cut": [stream([HI], end="cut"), "cut off in its body"],
     "error event": [stream([HI, error_event("CUDA out of memory")]), "CUDA out of memory"],
-    "named error event": [stream([HI, event({"message": "overloaded"}, name="error")]), "overloaded"],
+    "named error event": [stream([HI, event({"message": "overloaded"}, name="error")]), ": overloaded"],
+    "named error event of text": [stream([HI, event("overloaded", name="error")]), ": overloaded"],
+    "named error event without words": [stream([HI, event("", name="error")]), "answered 500"],
+    "named error event like a chunk": [
+        stream([HI, event(chunk({"content": "overloaded"}), name="error")]),
+        "overloaded",
+    ],
     "garbage": [stream([HI, event("{not json")]), "no chat completion"],
     "a chunk that is a list": [stream([HI, event([1])]), "no chat completion"],
     "a clean end in the middle": [stream([HI], done=False), "without a finish reason"],

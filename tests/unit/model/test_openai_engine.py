@@ -18,6 +18,7 @@ from toprope.http.client import Client
 from toprope.servers.model.engines.base import EngineRequest
 from toprope.servers.model.engines.openai import OpenAIEngine
 from toprope.testing.upstream import ScriptedUpstream, UpstreamReply, completion, error, serving
+from toprope.testing.upstream_stream import event, stream
 
 JSON = {"content-type": "application/json"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
@@ -342,3 +343,53 @@ async def test_an_error_in_a_reply_of_200_is_read_as_one(client, inner, kind, tr
             await OpenAIEngine(client=client, base_url=url, pause=pause).generate(ask(emit=emit))
     assert (caught.value.kind, len(upstream.requests)) == (kind, tries)
     assert caught.value.retryable == (tries > 1)
+
+
+@pytest.mark.parametrize("emit", [None, lambda delta: None])
+@pytest.mark.parametrize("status", [200, 500])
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"error": "model overloaded"}, "model overloaded"),
+        ({"error": "Bad", "message": "model overloaded"}, "model overloaded"),
+        ({"error": True, "detail": "model overloaded"}, "model overloaded"),
+        ({"error": {"message": "", "code": "overloaded"}}, '{"error": {"message": "", "code": "overloaded"}}'),
+    ],
+)
+async def test_the_providers_words_are_shown_wherever_they_stand_and_nothing_round_them(
+    client, body, says, status, emit
+):
+    upstream = ScriptedUpstream(answer=lambda request: UpstreamReply(json.dumps(body).encode(), status, JSON))
+    async with serving(upstream) as url:
+        with pytest.raises(EngineUnavailable) as caught:
+            await OpenAIEngine(client=client, base_url=url, pause=_no_pause).generate(ask(emit=emit))
+    assert caught.value.message == f"{url}/chat/completions answered 500: {says}"
+
+
+@pytest.mark.parametrize("emit", [None, lambda delta: None])
+async def test_an_error_of_text_alone_in_a_200_is_read_for_what_it_means(client, emit):
+    told = UpstreamReply(b'{"error": "maximum context length is 5"}', 200, JSON)
+    upstream = ScriptedUpstream(answer=lambda request: told)
+    async with serving(upstream) as url:
+        with pytest.raises(EngineError) as caught:
+            await OpenAIEngine(client=client, base_url=url, pause=_no_pause).generate(ask(emit=emit))
+    assert (caught.value.kind, len(upstream.requests)) == (Kind.MODEL_CONTEXT_LENGTH, 1)
+
+
+@pytest.mark.parametrize(
+    ("bare", "kind"),
+    [
+        ({"message": "slow down", "code": 429}, Kind.MODEL_UNAVAILABLE),
+        ({"message": "bad key", "code": 401}, Kind.MODEL_AUTH),
+        ({"object": "error", "message": "no credit balance"}, Kind.MODEL_QUOTA),
+        ({"detail": "too many tokens"}, Kind.MODEL_CONTEXT_LENGTH),
+        ({"error": "no credit balance", "code": 402, "odd": float("nan")}, Kind.MODEL_QUOTA),
+    ],
+)
+async def test_an_error_event_need_not_wrap_what_it_says(client, bare, kind):
+    upstream = ScriptedUpstream(answer=lambda request: stream([event(bare, name="error")]))
+    async with serving(upstream) as url:
+        with pytest.raises(EngineError) as caught:
+            await OpenAIEngine(client=client, base_url=url, pause=_no_pause).generate(ask(emit=lambda delta: None))
+    says = next(value for value in bare.values() if isinstance(value, str) and value != "error")
+    assert (caught.value.kind, caught.value.message.rpartition(": ")[2]) == (kind, says)

@@ -30,7 +30,7 @@ from toprope.http.peer import MAX_REPLY_BYTES
 from toprope.http.replystream import StreamedReply
 from toprope.servers.model.engines.base import Emit, StreamDied
 from toprope.servers.model.engines.provider_errors import event_error, provider_error
-from toprope.wire.chat import BadChatReply, ChatReply, TellsError, read_chat_reply
+from toprope.wire.chat import BadChatReply, ChatReply, TellsError, read_chat_reply, tells_error
 from toprope.wire.fields import write_object
 from toprope.wire.sse import SseEvent, SseReader, SseTooLarge
 
@@ -156,8 +156,8 @@ class ChatEndpoint:
                 return provider_error(reply)
             try:
                 return _finished(read_chat_reply(reply.body, keep_logprobs=keep_logprobs), reply.url)
-            except TellsError as told:
-                return event_error(told.body, reply.body, reply.url)
+            except TellsError:
+                return event_error(reply.body, reply.url)
             except BadChatReply as error:
                 raise no_completion(reply.url, error) from error
 
@@ -261,7 +261,7 @@ class _Reading:
                 raise EngineUnavailable(f"{reply.url}: the stream ended without a finish reason and without [DONE]")
             return _finished(reader.reply(keep_logprobs=self._keep_logprobs), reply.url)
         except TellsError as told:
-            raise event_error(told.body, whole.body, reply.url) from told
+            raise event_error(whole.body, reply.url) from told
         except (BadChatReply, SseTooLarge) as error:
             raise no_completion(reply.url, error) from error
         except PeerError as error:  # over the limit, or an encoding that cannot be read
@@ -287,13 +287,18 @@ class _Reading:
                 self._give(deltas)
             if at < len(events):
                 event = events[at]
-                if event.data == b"[DONE]":
-                    return True
-                chunk = _parsed(event.data)
-                if isinstance(chunk, dict) and (chunk.get("error") or event.event == "error"):
-                    raise event_error(chunk, event.data, url)
-                self._give(reader.feed(chunk))
                 at += 1
+                data = event.data.strip()
+                if data == b"[DONE]":
+                    return True
+                if event.event == "error":
+                    raise event_error(data, url)
+                if not data:  # a keep-alive of servers that do not know of comments
+                    continue
+                chunk = _parsed(data)
+                if isinstance(chunk, dict) and tells_error(chunk.get("error")):
+                    raise event_error(data, url)
+                self._give(reader.feed(chunk))
         return False
 
     def _give(self, deltas: list[Delta]) -> None:

@@ -6,6 +6,7 @@ The provider's status and words are kept. Left to others: trying again (`openai`
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from toprope.errors.body import read_error_body, shorten, status_is_retryable
@@ -56,23 +57,23 @@ def provider_error(reply: Reply) -> EngineError:
     return ModelRejected(text, upstream_status=status)
 
 
-def event_error(event: dict[str, Any], data: bytes, url: str) -> EngineError:
-    """The error for an error that a reply of 200 tells, in a stream's event or whole: its status stands in its `code`,
-    if anywhere, else its words say what it would be."""
-    error = event.get("error")
-    inner = error if isinstance(error, dict) else event
+def event_error(data: bytes, url: str) -> EngineError:
+    """The error for an error that a reply of 200 tells in `data`, a stream's event or all of it: its status stands in
+    its `code`, if anywhere, else its words say what it would be."""
+    reply = Reply(200, data, url=url)
+    body = _body(reply)
+    error = body.get("error")
+    inner = error if isinstance(error, dict) else body
     code = inner.get("code") or inner.get("status_code") or inner.get("status")
     try:
-        status = int(code) if code is not None else _status_of(inner)
+        status = int(code) if code is not None else _status_of(inner, _message(reply, body))
     except (TypeError, ValueError, OverflowError):
-        status = _status_of(inner)
-    status = status if 400 <= status < 600 else 500
-    body = data if isinstance(error, dict) else b'{"error":' + data + b"}"
-    return provider_error(Reply(status, body, url=url))
+        status = _status_of(inner, _message(reply, body))
+    return provider_error(Reply(status if 400 <= status < 600 else 500, data, url=url))
 
 
-def _status_of(inner: dict[str, Any]) -> int:
-    told = f"{inner.get('code') or ''} {inner.get('type') or ''} {inner.get('message') or ''}".lower()
+def _status_of(inner: dict[str, Any], message: str) -> int:
+    told = f"{inner.get('code') or ''} {inner.get('type') or ''} {message}".lower()
     if any(word in told for word in (*_QUOTA_WORDS, "rate_limit")):
         return 429
     if any(word in told for word in _CONTEXT_WORDS) or str(inner.get("type", "")).startswith("invalid_request"):
@@ -82,18 +83,21 @@ def _status_of(inner: dict[str, Any]) -> int:
 
 def _body(reply: Reply) -> dict[str, Any]:
     try:
-        value = reply.json()
-    except Exception:  # a proxy's HTML page: the status table and an excerpt decide
+        value = json.loads(reply.body)  # takes the bare NaN and the lone surrogates that engines write
+    except (ValueError, RecursionError):  # a proxy's HTML page: the status table and an excerpt decide
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def _message(reply: Reply, body: dict[str, Any]) -> str:
-    """The provider's words: `error.message`, or `message` / `detail` at the top as vLLM and FastAPI write them."""
-    for name in ("message", "detail"):
-        if isinstance(body.get(name), str):
-            return shorten(body[name])
-    return read_error_body(reply.status, body, reply.text[:500]).message
+    """The provider's words: `error.message`, or text as `message`, `detail` (vLLM, FastAPI) or `error` (Ollama) at the
+    top; where there is none of these, what the body begins with."""
+    for name in ("message", "detail", "error"):
+        told = body.get(name)
+        if isinstance(told, str) and told.strip():
+            return shorten(told)
+    told = read_error_body(reply.status, body, reply.text[:500]).message
+    return told if told.strip() else read_error_body(reply.status, None, reply.text[:500]).message
 
 
 def _retry_after(reply: Reply) -> dict[str, str]:
