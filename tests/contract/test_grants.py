@@ -129,6 +129,7 @@ async def test_a_thousand_interleaved_calls_over_mcp_never_mix_rollouts() -> Non
 @pytest.mark.parametrize("over", OVER)
 async def test_what_a_tool_says_no_to_is_text_and_what_breaks_ends_the_activation(over: str, how: str) -> None:
     mild = [call("refuse"), call("add", {"n": "x"}, "c2"), call("nothing", call_id="c3"), call("add", "{", "c4")]
+    mild.append(call("add", '{"n": ' + "1" * 5_000 + "}", "c5"))
     async with house(mild, [say("I give up")], over=over, tools=[how]) as home:
         reply = await home.episode_of("r.0-0", tools=named(how, "add", "refuse"))
         texts = outputs(reply["result"]["response"])
@@ -136,6 +137,7 @@ async def test_what_a_tool_says_no_to_is_text_and_what_breaks_ends_the_activatio
         assert "Expected `int`, got `str`" in texts[1]
         assert texts[2].startswith("error: no tool named 'nothing' can be called")
         assert "not valid JSON" in texts[3]
+        assert "an integer has 5000 digits" in texts[4]
     async with house([call("crash")], [say("never said")], over=over, tools=[how]) as home:
         reply = await home.episode_of("r.0-0", tools=named(how, "crash"))
         failure = reply["failure"]

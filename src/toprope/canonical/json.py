@@ -19,20 +19,26 @@ _packer = msgspec.msgpack.Encoder()
 _NON_FINITE = re.compile(rb"\xcb[\x7f\xff][\xf0-\xff]")  # a MessagePack float whose exponent is all ones
 
 
+MAX_DIGITS = 4300
+"""Digits of an integer that is read. The time that one takes grows with their square, so that Python stops here too."""
+
+
 class NotJson(ValueError):
     """A text that is no JSON, or a value that JSON cannot carry; the message says where."""
 
 
 def loads(data: bytes | str) -> Any:
-    """Parse strict JSON. Integers keep all digits; NaN, Infinity and numbers beyond floats raise `NotJson`."""
+    """Parse strict JSON. Integers keep all digits (at most 4,300); what floats cannot hold, NaN too, is `NotJson`."""
     try:
         return _decoder.decode(data)
     except (ValueError, RecursionError):  # refused: the standard library may take it (lone surrogates), or says why
         pass
     try:
         text = data if isinstance(data, str) else data.decode("utf-8")
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
-    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_whole)
+    except NotJson:
+        raise
+    except (ValueError, RecursionError) as error:
         raise NotJson(str(error)) from error
 
 
@@ -116,6 +122,12 @@ def _nothing(text: str) -> None:
 
 def _refuse_constant(name: str) -> Any:
     raise NotJson(f"{name} is not JSON")
+
+
+def _whole(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise NotJson(f"an integer has {len(text)} digits; {MAX_DIGITS} are read")
+    return int(text)
 
 
 def _finite(text: str) -> float:

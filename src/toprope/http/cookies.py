@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from toprope.http.reply import Reply
 
+_UNSENDABLE = re.compile(r"[\x00-\x08\x0a-\x1f\x7f\ud800-\udfff;]")
 _NAME = re.compile(r"[!#$%&'*+\-.^_`|~0-9A-Za-z]+")
 _VALUE = re.compile(r"[\x21\x23-\x2b\x2d-\x3a\x3c-\x5b\x5d-\x7e]*")
 
@@ -33,12 +34,13 @@ class SetCookie:
 
 
 def read_set_cookies(fields: Iterable[str], *, now: float | None = None) -> tuple[SetCookie, ...]:
-    """The Set-Cookie fields of a reply, in order; one without a name is skipped, as RFC 6265 section 5.2 says."""
+    """The Set-Cookie fields of a reply, in order. One without a name, or with a control character, is skipped, as
+    RFC 6265 section 5.2 and its successor say: nobody could send it back."""
     found = []
     for text in fields:
         pair, *attributes = text.split(";")
         name, equals, value = pair.partition("=")
-        if equals and name.strip():
+        if equals and name.strip() and _sendable(name, value):
             found.append(SetCookie(name.strip(), value.strip(), _is_deleted(attributes, now)))
     return tuple(found)
 
@@ -60,6 +62,17 @@ def _is_deleted(attributes: list[str], now: float | None) -> bool:
                     continue
                 expired = moment <= (time.time() if now is None else now)
     return expired
+
+
+def _sendable(name: str, value: str) -> bool:
+    return "=" not in name and not _UNSENDABLE.search(name) and not _UNSENDABLE.search(value)
+
+
+def told_cookies(told: object) -> dict[str, str]:
+    """The cookies in a value that somebody else's body gave for a mapping of them: those that can be sent."""
+    pairs = told.items() if isinstance(told, Mapping) else ()
+    named = ((str(name).strip(), str(value)) for name, value in pairs)
+    return {name: value for name, value in named if name and _sendable(name, value)}
 
 
 def merge_cookies(current: Mapping[str, str], reply: Reply) -> dict[str, str]:

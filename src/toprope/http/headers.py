@@ -18,6 +18,11 @@ _BAD_NAME = re.compile(rb"[^!#$%&'*+\-.^_`|~0-9A-Za-z]")
 _BAD_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
 
+def whole_number(text: str) -> int | None:
+    """The number that a header or a query gives in up to 18 ASCII digits; None for everything else."""
+    return int(text) if len(text) <= 18 and text.isascii() and text.isdigit() else None
+
+
 class Headers(Mapping[str, str]):
     """A read-only view of raw header pairs. `get` ignores case and gives the first value of a repeated name."""
 

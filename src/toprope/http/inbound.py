@@ -7,7 +7,7 @@ import asyncio
 from toprope.errors.tree import BadRequest
 from toprope.http.asgi import Receive
 from toprope.http.encoding import decode_content, too_large
-from toprope.http.headers import Headers
+from toprope.http.headers import Headers, whole_number
 
 _THREAD_FROM = 1 << 20  # a compressed megabyte may take tens of ms to expand: off the loop
 
@@ -21,9 +21,10 @@ async def read_body(receive: Receive, headers: Headers, limit: int) -> bytes:
     what = "the request body"
     declared = headers.get("content-length")
     if declared is not None:
-        if not (declared.isascii() and declared.isdigit()):
-            raise BadRequest(f"content-length {declared!r} is no number", status=400)
-        if int(declared) > limit:
+        size = whole_number(declared)
+        if size is None:
+            raise BadRequest(f"content-length {declared[:40]!r} is no number", status=400)
+        if size > limit:
             raise too_large(what, limit)
     message = await receive()
     if message["type"] == "http.disconnect":

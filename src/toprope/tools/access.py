@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from toprope.canonical import json
 from toprope.errors.tree import BadRequest, TopropeError
+from toprope.http.cookies import told_cookies
+from toprope.http.headers import Headers
 from toprope.protocol.grants import GRANT_NAME, DirectHttpGrant, Grant, McpGrant, Stdio
 from toprope.tools.direct import DirectHttpTools
 from toprope.tools.outcome import MAX_OUTPUT_CHARS, GrantUnavailable
@@ -52,10 +54,11 @@ class ToolAccess:
     async def open(cls, grants: Sequence[Grant], client: Client, *, stdio: Collection[Stdio] = ()) -> ToolAccess:
         """On return every required grant can be used. `stdio` are the programs that a grant may have started.
 
-        Raises `BadRequest` for malformed or equal names, and kind grant_unavailable for a required grant that cannot
-        be established: retryable only where its server cannot be reached. Then nothing is left open.
+        Raises `BadRequest` for malformed or equal names and headers that cannot be sent, and kind grant_unavailable for
+        a required grant that cannot be established: retryable only where its server cannot be reached. Then nothing is
+        left open.
         """
-        _check_names(grants)
+        _check(grants)
         direct: DirectHttpTools | None = None
         mcp: list[McpTools] = []
         gaps: list[str] = []
@@ -143,7 +146,7 @@ class ToolAccess:
         return dict(self._direct.cookies) if self._direct is not None and self._direct.had_cookies else None
 
 
-def _check_names(grants: Sequence[Grant]) -> None:
+def _check(grants: Sequence[Grant]) -> None:
     seen: set[str] = set()
     for grant in grants:
         if not GRANT_NAME.fullmatch(grant.name):
@@ -151,6 +154,16 @@ def _check_names(grants: Sequence[Grant]) -> None:
         if grant.name in seen:
             raise BadRequest(f"tool_accesses: two grants are named {grant.name!r}")
         seen.add(grant.name)
+        carrier = grant if isinstance(grant, DirectHttpGrant) else grant.connection
+        try:
+            Headers.of({} if isinstance(carrier, Stdio) else carrier.headers)
+        except ValueError as error:
+            raise BadRequest(f"tool_accesses: grant {grant.name!r}: {error}") from error
+        if isinstance(grant, DirectHttpGrant) and (unsent := grant.cookies.keys() - told_cookies(grant.cookies).keys()):
+            raise BadRequest(
+                f"tool_accesses: grant {grant.name!r}: no header can carry the cookies {sorted(unsent)}; accepted: a "
+                "value without line breaks, control characters and semicolons"
+            )
 
 
 def _open_direct(grant: DirectHttpGrant, other: DirectHttpTools | None, client: Client) -> DirectHttpTools:

@@ -74,6 +74,8 @@ async def test_an_activation_under_another_key_or_of_no_session_is_refused(make_
     lost = await house.activate(ASK, session="nobody")
     assert (lost.status, lost.json()["error"]["kind"]) == (404, "session_lost")
     assert (await house.activate({"input": 3})).status == 422
+    for no_number in ("x", "1" * 5_000):
+        assert (await house.activate(ASK, number=no_number)).status == 422
     assert house.model.bodies == []
 
 

@@ -620,6 +620,10 @@ async def test_the_provider_handle_is_told_at_once_and_stands_on_result_and_fail
     listed = await house.client.peer("inline://episode", "environment").request("GET", "/sessions?since=1")
     entries = listed.json()["sessions"]
     assert [entry["number"] for entry in entries] == [2, 3, 4, 5, 6]
+    for no_number in ("x", "1" * 5_000, "-1"):
+        path = f"/sessions?since={no_number}"
+        whole = await house.client.peer("inline://episode", "environment").request("GET", path)
+        assert [entry["number"] for entry in whole.json()["sessions"]] == [1, 2, 3, 4, 5, 6]
     assert all(
         set(entry) <= {"number", "episode_id", "participant", "session_id", "env_session_id", "closed"}
         for entry in entries

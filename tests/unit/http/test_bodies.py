@@ -20,7 +20,14 @@ from toprope.correlation.context import rollout_context
 from toprope.errors.tree import BadRequest, PeerError, TooLarge
 from toprope.http.app import Limits, Route, build_app
 from toprope.http.client import Client
-from toprope.http.cookies import CookieSigner, SetCookie, merge_cookies, read_cookies, set_cookie_header
+from toprope.http.cookies import (
+    CookieSigner,
+    SetCookie,
+    merge_cookies,
+    read_cookies,
+    read_set_cookies,
+    set_cookie_header,
+)
 from toprope.http.encoding import decode_content
 from toprope.http.headers import Headers
 from toprope.http.jsonbody import decode_any, decode_as, encode
@@ -107,14 +114,16 @@ def test_no_such_number_passes_and_nothing_is_taken_for_one(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['"\\ud800"', '{"\\udfff": 1}', "36893488147419103233", "-0.0", "1e308", "[" * 300 + "]" * 300]
+    "text", ['"\\ud800"', '{"\\udfff": 1}', "36893488147419103233", "9" * 4_300, "-0.0", "1e308", "[" * 300 + "]" * 300]
 )
 def test_lone_surrogates_big_integers_and_deep_nesting_survive(text: str) -> None:
     value = decode_any(text.encode())
     assert decode_any(encode(value)) == value
 
 
-@pytest.mark.parametrize("text", ["NaN", "[Infinity]", "1e400", "{", "", "{} x", "'a'", "[1,]", "\xff", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["NaN", "[Infinity]", "1e400", "{", "", "{} x", "'a'", "[1,]", "\xff", "[" * 100_000, "1" * 4_301]
+)
 async def test_a_body_that_is_no_json_is_a_422(text: str) -> None:
     for read in (lambda: request(text.encode("latin-1")).json(), lambda: request(text.encode("latin-1")).decode(Outer)):
         with pytest.raises(BadRequest) as caught:
@@ -288,6 +297,11 @@ def test_merging_keeps_adds_replaces_and_deletes() -> None:
     assert merge_cookies(current, reply) == {"s": "2", "old": "x", "new": "a=b", "future": "1"}
     assert current == {"s": "1", "old": "x", "gone": "y", "past": "z"}
     assert merge_cookies(current, text_reply("")) == current
+
+
+def test_a_cookie_that_nobody_could_send_back_is_skipped() -> None:
+    fields = ["a=1", "b=\x01", "c\x7f=2", "d=3; HttpOnly\n"]
+    assert [(cookie.name, cookie.value) for cookie in read_set_cookies(fields)] == [("a", "1"), ("d", "3")]
 
 
 def test_max_age_wins_over_expires_whatever_the_order() -> None:

@@ -140,6 +140,21 @@ async def test_names_of_grants_are_plain_and_unique(client: Client, names: tuple
         await ToolAccess.open(grants, client)
 
 
+@pytest.mark.promise("EP-13")
+@pytest.mark.parametrize("value", ["a\r\nX: 1", "\x00", "\ud83d"])
+async def test_headers_and_cookies_that_cannot_be_sent_are_refused_at_the_seed(client: Client, value: str) -> None:
+    url = "http://127.0.0.1:1"
+    grants: list[Grant] = [
+        DirectHttpGrant("a", url, headers={"x-key": value}),
+        DirectHttpGrant("a", url, cookies={"x-key": value}),
+        McpGrant("a", StreamableHttp(url, {"x-key": value})),
+    ]
+    for grant in grants:
+        with pytest.raises(BadRequest, match=r"grant .a.: .*x-key") as caught:
+            await ToolAccess.open([grant], client)
+        assert value not in caught.value.message, "it may be a secret"
+
+
 async def test_one_direct_grant_can_be_used_and_an_optional_second_is_a_gap(client: Client) -> None:
     one, two = DirectHttpGrant("one", "http://127.0.0.1:1"), DirectHttpGrant("two", "http://127.0.0.1:1")
     with pytest.raises(TopropeError, match="one direct_http grant can be used, and one is it"):

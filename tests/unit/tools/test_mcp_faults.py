@@ -56,6 +56,7 @@ FAULTS: dict[str, Fault] = {
     "429": lambda number: http("429 Too Many Requests", b"{}"),
     "401": lambda number: http("401 Unauthorized", b"{}"),
     "404": lambda number: http("404 Not Found", b"{}"),
+    "a number without end": lambda number: http("200 OK", result(number, GOOD)[:-1] + b', "n": ' + b"1" * 5_000 + b"}"),
     "garbage": lambda number: http("200 OK", b"this is no JSON"),
     "garbage in the stream": lambda number: http("200 OK", b"event: message\ndata: nonsense\n\n", STREAM),
     "no result": lambda number: http("200 OK", result(number, {"content": "not a list"})),

@@ -86,6 +86,7 @@ def test_a_mutable_default_is_fresh_in_every_call() -> None:
         (b"{}", "missing required field `n`"),
         (b'{"n": 1, "m": 2}', "unknown field `m`"),
         (b'{"n": 1', "not valid JSON"),
+        (b'{"n": ' + b"1" * 5_000 + b"}", "not valid JSON: an integer has 5000 digits"),
         (b"[1]", "Expected `object`"),
     ],
 )

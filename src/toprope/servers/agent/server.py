@@ -18,11 +18,12 @@ from typing import Any
 import msgspec
 
 from toprope.canonical.digest import digest_bytes
-from toprope.errors.body import error_body, said_by
+from toprope.errors.body import error_body, said_by, shorten
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import BadRequest, TopropeError
 from toprope.http.app import Limits, Route, build_app
 from toprope.http.client import Client, Peer
+from toprope.http.headers import whole_number
 from toprope.http.jsonbody import decode_any, encode
 from toprope.http.reply import Reply, json_reply
 from toprope.http.request import Request
@@ -332,6 +333,7 @@ def _activation_number(request: Request) -> int | None:
     text = request.headers.get(ACTIVATION)
     if text is None:
         return None
-    if not text.isascii() or not text.isdigit():
-        raise BadRequest(f"{ACTIVATION}: {text!r} is not a number")
-    return int(text)
+    number = whole_number(text)
+    if number is None:
+        raise BadRequest(f"{ACTIVATION}: {shorten(text, 40)!r} is not a number")
+    return number

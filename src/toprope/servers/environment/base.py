@@ -20,6 +20,7 @@ from toprope.errors.kinds import Kind, Stage
 from toprope.errors.tree import ConfigError, Conflict, TopropeError
 from toprope.http.app import Limits, Route, build_app
 from toprope.http.client import Peer
+from toprope.http.headers import whole_number
 from toprope.http.replay import SAFE
 from toprope.http.reply import Reply, json_reply
 from toprope.http.request import Request
@@ -240,8 +241,7 @@ class EnvironmentServer:
 
     async def _sessions(self, request: Request) -> Reply:
         """The latest reports, by name: no caller learns an id here, with which it could call another's tools."""
-        since = request.query.get("since", "0")
-        after = int(since) if since.isascii() and since.isdigit() else 0
+        after = whole_number(request.query.get("since", "")) or 0
         kept = [
             {
                 "number": number,

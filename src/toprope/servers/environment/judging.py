@@ -10,7 +10,7 @@ import json
 import math
 from typing import Any
 
-from toprope.canonical.json import NotJson
+from toprope.canonical.json import MAX_DIGITS, NotJson
 from toprope.errors.body import said_by, shorten
 from toprope.errors.kinds import Delivery, Kind, Stage, is_kind
 from toprope.errors.tree import PeerError, TopropeError
@@ -86,7 +86,7 @@ def read_verdict(reply: Reply) -> dict[str, Any]:
         value = None
         odd = _odd_reward(reply.body)
         if odd is not None:
-            raise _bad_reward(reply, odd) from None
+            raise _bad_reward(reply, shorten(odd, 100)) from None
     if not isinstance(value, dict):
         return read_object(reply, what)  # raises: it is no object
     if "reward" not in value:
@@ -139,7 +139,7 @@ class _Odd(float):
 
 
 def _odd_reward(body: bytes) -> str | None:
-    """The text of `reward` where the body is JSON but for NaN, Infinity or numbers beyond floats."""
+    """The text of `reward` where the body is JSON but for NaN, Infinity and numbers too large to be read."""
 
     def odd(text: str) -> float:
         number = _Odd(text)
@@ -150,8 +150,11 @@ def _odd_reward(body: bytes) -> str | None:
         number = float(text)
         return number if math.isfinite(number) else odd(text)
 
+    def parse_int(text: str) -> float:
+        return int(text) if len(text) <= MAX_DIGITS else odd(text)
+
     try:
-        value = json.loads(body, parse_constant=odd, parse_float=parse_float)
+        value = json.loads(body, parse_constant=odd, parse_float=parse_float, parse_int=parse_int)
     except (ValueError, RecursionError):
         return None
     reward = value.get("reward") if isinstance(value, dict) else None

@@ -89,7 +89,7 @@ class Participant:
             raise
         value = read_object(accepted(reply, stage, what), what)
         if value.get(self.door.id_field) != self.session_id:
-            raise bad_reply(reply, what, f"has not {self.door.id_field} = {self.session_id!r}{_older(value)}")
+            raise bad_reply(reply, what, self._of_another() + _older(value))
         self.tools_credential = reply.headers.get(TOOLS)
         return value
 
@@ -119,8 +119,11 @@ class Participant:
         value = read_object(accepted(reply, stage, what), what)
         self.owes_close = False
         if value.get(self.door.id_field) != self.session_id:
-            raise bad_reply(reply, what, f"has not {self.door.id_field} = {self.session_id!r}")
+            raise bad_reply(reply, what, self._of_another())
         return value
+
+    def _of_another(self) -> str:
+        return f"has not the {self.door.id_field} of {self.session_name}, which was sent"
 
     @asynccontextmanager
     async def _within_budget(self) -> AsyncIterator[None]:
@@ -139,14 +142,17 @@ class Participant:
             return None
         try:
             return await self.close()
-        except (TopropeError, TimeoutError) as error:
-            self.close_failure = getattr(error, "message", "no reply within the clean-up time")
+        except Exception as error:  # whatever it is, other participants are waiting to be closed
+            known = isinstance(error, TopropeError | TimeoutError)
+            unnamed = "no reply within the clean-up time" if known else f"{type(error).__name__}: {error}"
+            self.close_failure = getattr(error, "message", unnamed)
             log.warning(
                 "rollout %s: %s session %s may be left open: %s",
                 self._key,
                 self.door.role,
                 self.session_name,
                 self.close_failure,
+                exc_info=None if known else error,
             )
             return None
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from toprope.errors.kinds import Delivery, Kind, Stage
 from toprope.errors.tree import BadRequest, TopropeError
+from toprope.http.cookies import told_cookies
 from toprope.protocol.episode import RESERVED_TASK_DATA
 from toprope.protocol.grants import GRANT_NAME, DirectHttpGrant, Grant, McpGrant, StreamableHttp
 from toprope.servers.environment.episode import DeadlinePassed, Episode
@@ -116,9 +117,7 @@ async def finish(episode: Episode, opened: Opened, given: TurnInput, late: Deadl
     if late is not None and (episode.answering or episode.partial_response is None):
         episode.stage = Stage.AGENT
         raise late
-    cookies = closed.get("resources_cookies")
-    if isinstance(cookies, dict):
-        opened.resources.cookies.update({str(name): str(value) for name, value in cookies.items()})
+    opened.resources.cookies.update(told_cookies(closed.get("resources_cookies")))
     result = await _verify(episode, opened.resources, given)
     result["ng_agent_observations"] = _observations(closed)
     if late is not None:
