@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from toprope.dialects.losses import loss_name
 from toprope.wire.fields import refuse
 from toprope.wire.responses import Item, Tool
 
@@ -127,26 +128,39 @@ def tools_from_chat(tools: Sequence[Any]) -> tuple[Tool, ...]:
         inner = tool.get(str(tool.get("type")))
         if isinstance(inner, dict) and tool.get("type") in ("function", "custom"):
             rest = {k: v for k, v in tool.items() if k not in ("type", tool["type"])}
+            shape = inner.get("format")
+            if isinstance(shape, dict) and isinstance(shape.get("grammar"), dict):
+                inner = {**inner, "format": {"type": shape.get("type"), **shape["grammar"]}}
             flat.append({"type": tool["type"], **inner, **rest})
         else:
             flat.append(tool)
     return tuple(flat)
 
 
-def tools_to_chat(tools: Sequence[Tool]) -> tuple[list[Tool], list[str]]:
-    """The function tools in Chat's nested spelling, and the kinds that Chat cannot carry."""
+_TOOL_FIELDS = {
+    "function": ("name", "description", "parameters", "strict"),
+    "custom": ("name", "description", "format"),
+}
+
+
+def tools_to_chat(tools: Sequence[Tool], *, custom: bool = False) -> tuple[list[Tool], list[str]]:
+    """The functions, and if `custom` the custom tools, in Chat's nested spelling, and the kinds that are left out."""
     nested: list[Tool] = []
     lost: list[str] = []
     for tool in tools:
+        kind = tool.get("type")
         if isinstance(tool.get("function"), dict):
             nested.append(tool)
-        elif tool.get("type") == "function":
-            names = ("name", "description", "parameters", "strict")
+        elif kind == "function" or (kind == "custom" and custom):
+            names = _TOOL_FIELDS[kind]
             inner = {name: tool[name] for name in names if tool.get(name) is not None}
+            shape = inner.get("format")
+            if isinstance(shape, dict) and shape.get("type") == "grammar" and "grammar" not in shape:
+                inner["format"] = {"type": "grammar", "grammar": {k: v for k, v in shape.items() if k != "type"}}
             rest = {k: v for k, v in tool.items() if k not in names and k != "type" and v is not None}
-            nested.append({"type": "function", "function": inner, **rest})
+            nested.append({"type": kind, kind: inner, **rest})
         else:
-            lost.append(f"tools.{tool.get('type')}")
+            lost.append(loss_name("tools", kind))
     return nested, lost
 
 
@@ -199,14 +213,41 @@ def _choice_from_chat(choice: str | Mapping[str, Any] | None) -> str | Mapping[s
     return choice
 
 
-def choice_to_chat(choice: str | Mapping[str, Any] | None) -> str | Mapping[str, Any] | None:
-    """Responses' tool choice, one that `check_choice` accepts, in Chat's spelling."""
+_MODES = (None, "auto", "none", "required", "any")
+"""Kinds of a choice that name no tool."""
+
+
+def choice_to_chat(
+    choice: str | Mapping[str, Any] | None, tools: Sequence[Tool], *, all_there: bool
+) -> tuple[str | Mapping[str, Any] | None, list[str]]:
+    """Responses' tool choice, one that `check_choice` accepts, in Chat's spelling, and what had to be left out of it
+    (`tool_choice.<kind>`).
+
+    `tools` are those that Chat lists, `all_there` says that none was left out. A choice does not outlive its tool,
+    which a provider would refuse: it goes, and where of allowed tools none is there, no tool may be called.
+    """
     if not isinstance(choice, Mapping):
-        return choice
+        return (choice, []) if tools else (None, [loss_name("tool_choice", choice)] if choice == "required" else [])
+    if choice.get("type") != "allowed_tools":
+        there = bool(tools) and _is_there(choice, tools, all_there)
+        return (_nested(choice), []) if there else (None, [loss_name("tool_choice", choice.get("type"))])
+    allowed = choice.get("tools") or ()
+    kept = [_nested(tool) for tool in allowed if _is_there(tool, tools, all_there)]
+    lost = [loss_name("tool_choice", tool.get("type")) for tool in allowed if not _is_there(tool, tools, all_there)]
+    if not tools or (allowed and not kept):
+        return ("none" if tools else None), lost
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": kept}}, lost
+
+
+def _is_there(choice: Mapping[str, Any], tools: Sequence[Tool], all_there: bool) -> bool:
+    """Whether the one tool that is named is among `tools`. One that the client listed nowhere is its own affair."""
     kind = choice.get("type")
-    if kind in ("function", "custom") and "name" in choice:
-        return {"type": kind, kind: {"name": choice["name"]}}
-    if kind == "allowed_tools":
-        inner = {"mode": choice.get("mode"), "tools": [choice_to_chat(tool) for tool in choice.get("tools") or ()]}
-        return {"type": kind, kind: inner}
-    return choice
+    if kind not in _TOOL_FIELDS:
+        return kind in _MODES
+    listed = (tool.get(kind) for tool in tools)
+    return all_there or any(isinstance(each, dict) and each.get("name") == choice.get("name") for each in listed)
+
+
+def _nested(choice: Mapping[str, Any]) -> Mapping[str, Any]:
+    kind = choice.get("type")
+    return {"type": kind, kind: {"name": choice["name"]}} if kind in _TOOL_FIELDS and "name" in choice else choice

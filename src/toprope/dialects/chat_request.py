@@ -17,7 +17,7 @@ from toprope.dialects.chat_parts import (
     tools_from_chat,
     tools_to_chat,
 )
-from toprope.dialects.losses import fields_of
+from toprope.dialects.losses import fields_of, loss_name
 from toprope.dialects.pivot import request_items, without_token_fields
 from toprope.errors.tree import BadRequest
 from toprope.wire.fields import (
@@ -43,6 +43,8 @@ _OURS = frozenset(("n", "stream", "stream_options", "return_token_ids"))
 _CALL_FIELDS = frozenset(("id", "type", "function"))
 _FUNCTION_FIELDS = frozenset(("name", "arguments"))
 _DROPPED_FOR_CHAT = frozenset(name for name, _ in fields_of("pivot -> chat", "dropped"))
+_RESPONSES_REASONING = ("context", "mode")
+"""Fields of `reasoning` that OpenAI's Responses has and its Chat has not."""
 
 
 def request_from_chat(body: Mapping[str, Any], items: tuple[Item, ...] | None = None) -> ResponsesRequest:
@@ -99,28 +101,35 @@ def _extra_from_chat(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def request_to_chat(
-    request: ResponsesRequest, *, reasoning_field: str = "reasoning_content"
+    request: ResponsesRequest, *, reasoning_field: str = "reasoning_content", custom_tools: bool = False
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """A Chat body made from the pivot, and the names of what Chat could not carry (`tools.<kind>`, and as
-    `messages_from_items`)."""
+    """A Chat body made from the pivot, and the names of what Chat could not carry (`tools.<kind>`,
+    `tool_choice.<kind>`, `text.<field>`, `reasoning.<field>`, and as `messages_from_items`).
+
+    `custom_tools` says that the upstream takes tools of type custom, which few do.
+    """
     messages, lost = messages_from_items(request_items(request), reasoning_field=reasoning_field)
-    tools, lost_tools = tools_to_chat(request.tools)
+    tools, lost_tools = tools_to_chat(request.tools, custom=custom_tools)
+    choice, lost_choice = choice_to_chat(request.tool_choice, tools, all_there=not lost_tools)
     body: dict[str, Any] = {"model": request.model, "messages": messages}
     if tools:
         body["tools"] = tools
-        body["tool_choice"] = choice_to_chat(request.tool_choice)
+        body["tool_choice"] = choice
         body["parallel_tool_calls"] = request.parallel_tool_calls
     body["max_tokens"] = request.max_output_tokens
     for name in ("temperature", "top_p", "top_k", "seed"):
         body[name] = getattr(request, name)
     if request.stop:
         body["stop"] = list(request.stop)
-    body.update(_extra_to_chat(request.extra))
-    return {name: value for name, value in body.items() if value is not None}, (*lost_tools, *lost)
+    extra, lost_extra = _extra_to_chat(request.extra)
+    body.update(extra)
+    names = dict.fromkeys((*lost_tools, *lost_choice, *lost_extra, *lost))
+    return {name: value for name, value in body.items() if value is not None}, tuple(names)
 
 
-def _extra_to_chat(extra: Mapping[str, Any]) -> dict[str, Any]:
+def _extra_to_chat(extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     out = {n: v for n, v in extra.items() if n not in _DROPPED_FOR_CHAT and n not in ("text", "reasoning")}
+    lost = [name for name in ("text", "reasoning") if not isinstance(extra.get(name) or {}, dict)]
     text, reasoning = extra.get("text"), extra.get("reasoning")
     if isinstance(text, dict):
         shape = text.get("format")
@@ -129,10 +138,18 @@ def _extra_to_chat(extra: Mapping[str, Any]) -> dict[str, Any]:
             out["response_format"] = {"type": "json_schema", "json_schema": inner}
         elif isinstance(shape, dict) and shape.get("type") != "text":
             out["response_format"] = shape
+        elif shape is not None and not isinstance(shape, dict):
+            lost.append("text.format")
         out["verbosity"] = text.get("verbosity")
+        lost += [loss_name("text", n) for n, v in text.items() if n not in ("format", "verbosity") and v is not None]
     if isinstance(reasoning, dict):
-        out["reasoning_effort"] = reasoning.get("effort")
-    return out
+        told = {n: v for n, v in reasoning.items() if n not in ("summary", "generate_summary") and v is not None}
+        lost += [loss_name("reasoning", n) for n in _RESPONSES_REASONING if told.pop(n, None) is not None]
+        if told.keys() <= {"effort"}:
+            out["reasoning_effort"] = told.get("effort")
+        else:  # a router's own, which Chat bodies have there too; one of them refuses the effort in both places
+            out["reasoning"] = told
+    return out, lost
 
 
 def clean_chat_body(body: Mapping[str, Any]) -> dict[str, Any]:

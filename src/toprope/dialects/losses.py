@@ -68,6 +68,7 @@ RULES: tuple[Rule, ...] = (
     Rule("messages -> pivot", "tool_choice.disable_parallel_tool_use", "folded", "parallel_tool_calls"),
     Rule("messages -> pivot", "output_config.effort", "folded", "reasoning.effort"),
     Rule("messages -> pivot", "output_config.format, output_format", "folded", "text.format"),
+    Rule("messages -> pivot", "other fields of output_config", "dropped", why="no other dialect has a place for them"),
     Rule("messages -> pivot", "blocks thinking, redacted_thinking", "folded", "reasoning items"),
     Rule("messages -> pivot", "signature of a thought of ours", "folded", "the item's id"),
     Rule("messages -> pivot", "blocks tool_use, tool_result", "folded", "function_call, function_call_output items"),
@@ -98,12 +99,31 @@ RULES: tuple[Rule, ...] = (
     Rule("pivot -> chat", "max_output_tokens", "renamed", "max_tokens"),
     Rule("pivot -> chat", "text.format", "folded", "response_format"),
     Rule("pivot -> chat", "text.verbosity", "folded", "verbosity"),
+    Rule("pivot -> chat", "other fields of text", "dropped", why="Chat has no such object; in the call's record"),
     Rule("pivot -> chat", "reasoning.effort", "folded", "reasoning_effort"),
-    Rule("pivot -> chat", "reasoning.summary", "dropped", why="Chat has no summaries"),
     Rule(
-        "pivot -> chat", "tools that are no functions", "dropped", why="Chat lists functions only; in the call's record"
+        "pivot -> chat",
+        "reasoning with fields we do not know",
+        "folded",
+        "reasoning",
+        "with the effort in it: routers have the same object in Chat, and refuse the effort in both places",
     ),
-    Rule("pivot -> chat", "tool_choice", "dropped", why="only when no tool is left, which engines refuse"),
+    Rule("pivot -> chat", "reasoning.summary, generate_summary", "dropped", why="Chat has no summaries"),
+    Rule("pivot -> chat", "reasoning.context, mode", "dropped", why="of Responses alone; in the call's record"),
+    Rule("pivot -> chat", "tools of type custom", "folded", "custom", "only where the engine has `custom_tools`"),
+    Rule(
+        "pivot -> chat",
+        "other tools that are no functions",
+        "dropped",
+        why="Chat does not list them; in the call's record",
+    ),
+    Rule(
+        "pivot -> chat",
+        "a tool choice whose tool is dropped",
+        "dropped",
+        why="engines refuse it; in the call's record",
+    ),
+    Rule("pivot -> chat", "allowed_tools of which none is left", "folded", "none", "no other tool was allowed"),
     Rule("pivot -> chat", "item types without a Chat form", "dropped", why="in the call's record"),
     Rule("pivot -> chat", "item ids and statuses", "dropped", why="Chat messages have none"),
     Rule("pivot -> chat", "text and refusal parts of an assistant turn", "folded", "content", "one string"),
@@ -174,6 +194,15 @@ RULES: tuple[Rule, ...] = (
 def fields_of(way: Direction, fate: Fate) -> tuple[tuple[str, str], ...]:
     """The (field, why) pairs of one fate on one way, as the converters use them."""
     return tuple((rule.field, rule.why) for rule in RULES if rule.way == way and rule.fate == fate)
+
+
+_LONGEST_NAME = 120
+"""Of a loss, in characters: clients choose the names, and the record of a call is no place for a megabyte."""
+
+
+def loss_name(*parts: object) -> str:
+    """The name of what a call lost, as its record has it: joined by dots, in ASCII, not longer than 120 characters."""
+    return ".".join(map(str, parts)).encode("ascii", "backslashreplace").decode()[:_LONGEST_NAME]
 
 
 def render_table() -> str:

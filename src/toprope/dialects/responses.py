@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toprope.dialects.chat_history import argument_text, items_from_messages
-from toprope.dialects.chat_parts import check_choice, check_parts, tools_from_chat
+from toprope.dialects.chat_parts import check_parts, choice_from_chat, tools_from_chat
 from toprope.dialects.losses import fields_of
 from toprope.dialects.pivot import PivotReply, refuse_unsupported, without_token_fields
 from toprope.errors.tree import BadRequest
@@ -44,8 +44,7 @@ def request_from_responses(body: Mapping[str, Any], items: tuple[Item, ...] | No
     """
     refuse_unsupported(body, _REFUSED)
     tools = objects_field(body, "tools")
-    choice = choice_field(body, "tool_choice")
-    check_choice(choice)
+    choice = choice_from_chat(choice_field(body, "tool_choice"))
     return ResponsesRequest(
         input=items_from_input(body.get("input")) if items is None else items,
         model=text_field(body, "model"),

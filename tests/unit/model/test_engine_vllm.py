@@ -216,6 +216,17 @@ async def test_a_prompt_of_ids_goes_beside_the_messages_and_comes_back(client, s
     assert reply.tokens.prompt_token_ids.tolist() == [70_000, 8, 9]
 
 
+async def test_an_effort_beside_a_routers_settings_stands_where_vllm_reads_it(client):
+    body = {**BODIES["responses"], "reasoning": {"effort": "low", "exclude": True}}
+    upstream = VllmStandIn()
+    async with started(client, upstream) as engine:
+        await engine.generate(ask(body, dialect="responses"))
+        await engine.generate(ask({**CHAT, "reasoning": {"effort": "low"}}))
+    told, own = (request.json() for request in upstream.requests)
+    assert (told["reasoning_effort"], told["reasoning"]) == ("low", {"effort": "low", "exclude": True})
+    assert "reasoning_effort" not in own
+
+
 async def test_a_prompt_beyond_the_context_is_the_clients_error_in_vllms_words(client):
     async with started(client, VllmStandIn(max_model_len=64)) as engine:
         for emit in (None, [].append):

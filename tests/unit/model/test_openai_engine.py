@@ -109,6 +109,22 @@ async def test_an_image_that_an_assistant_turn_of_chat_cannot_hold_is_among_what
     assert reply.losses == ("items.message.input_image",)
 
 
+@pytest.mark.parametrize("takes", [False, True])
+async def test_custom_tools_go_to_an_endpoint_that_is_said_to_take_them_and_to_no_other(client, takes):
+    """Open engines answer 400 to them: "'type' of tool must be 'function'"."""
+    tools = [{"type": "function", "name": "a"}, {"type": "custom", "name": "sh"}]
+    body = {"input": "x", "tools": tools, "tool_choice": {"type": "custom", "name": "sh"}}
+    upstream = ScriptedUpstream([completion()])
+    async with serving(upstream) as url:
+        engine = OpenAIEngine(client=client, base_url=url, model="served", custom_tools=takes)
+        reply = await engine.generate(ask(body, dialect="responses"))
+    told = upstream.requests[0].json()
+    custom = {"type": "custom", "custom": {"name": "sh"}}
+    assert told["tools"] == [{"type": "function", "function": {"name": "a"}}, *([custom] if takes else [])]
+    assert told.get("tool_choice") == (custom if takes else None)
+    assert reply.losses == (() if takes else ("tools.custom", "tool_choice.custom"))
+
+
 @pytest.mark.parametrize(
     ("upstream_reply", "pinned", "said"),
     [

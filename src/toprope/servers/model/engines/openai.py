@@ -34,6 +34,8 @@ class OpenAIEngine:
     `model` is sent upstream instead of what the client names; without it the client's name is, and one that names none
     gets the endpoint's only model. `return_token_ids` declares that the endpoint returns ids and logprobs when asked
     as vLLM is. `stream_usage` asks for usage in streams, which an endpoint that refuses `stream_options` must not be.
+    `custom_tools` says that it takes tools of type custom (OpenAI does, open engines refuse them): without it those of
+    a Responses client are left out, and named in the call's record.
     `max_attempts` and `retry_budget_s` bound what is sent again after 429 and 5xx; `timeout_s` bounds one generation,
     `idle_timeout_s` the time without a byte of a stream, `max_reply_bytes` the reply. Raises `ConfigError` for a base
     URL that is none or stands there twice, and for a bound that cannot be one.
@@ -51,6 +53,7 @@ class OpenAIEngine:
         logprobs_mode: LogprobsMode = "raw",
         reasoning_field: str = "reasoning_content",
         stream_usage: bool = True,
+        custom_tools: bool = False,
         max_attempts: int = 3,
         retry_budget_s: float = 60.0,
         timeout_s: float | None = None,
@@ -74,6 +77,7 @@ class OpenAIEngine:
         self._only_model: str | None = None
         self._reasoning_field = reasoning_field
         self._stream_usage = stream_usage
+        self._custom_tools = custom_tools
 
     async def start(self) -> None:
         """On return every endpoint answered `/models`, and all that list models serve the same.
@@ -128,7 +132,9 @@ class OpenAIEngine:
         if request.dialect == "chat" and request.body:
             body = clean_chat_body(request.body)
         else:
-            body, losses = request_to_chat(request.request, reasoning_field=self._reasoning_field)
+            body, losses = request_to_chat(
+                request.request, reasoning_field=self._reasoning_field, custom_tools=self._custom_tools
+            )
         model = self.model or body.get("model") or self._only_model
         if model is None:
             raise ModelRejected(f"the request names no model, and the engine at {self.base_url} has no single one")

@@ -132,6 +132,9 @@ class VllmEngine(OpenAIEngine):
 
     def _body(self, request: EngineRequest) -> tuple[dict[str, Any], tuple[str, ...]]:
         body, losses = super()._body(request)
+        told = body.get("reasoning")
+        if request.dialect != "chat" and isinstance(told, dict) and "effort" in told:
+            body["reasoning_effort"] = told["effort"]  # stock vLLM reads it there alone, and minds no other field
         if request.prompt_token_ids is not None and self.capabilities.accepts_token_prompt:
             given = body.get(_TOKEN_PROMPT)
             kept = given if isinstance(given, dict) else {}
