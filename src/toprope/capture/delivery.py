@@ -27,6 +27,7 @@ from toprope.tokens.entry import BadRecord, TokenEntry
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 from toprope.trajectory import reasons
 from toprope.trajectory.build import Built, Deliver, Masked, Trainable, build, metrics_json
+from toprope.trajectory.evidence import read
 from toprope.trajectory.project import (
     TRACES,
     content_only,
@@ -223,8 +224,9 @@ class _Work:
         self.format, self.deliver, self.size_limit = format, deliver, size_limit
 
     def deliver_row(self) -> Delivered:
-        witnesses = witnesses_of(self.row, self.snapshot.entries)
-        built = build(self.snapshot, terminal=witnesses, deliver=self.deliver)
+        evidence = read(self.snapshot.rollout_id, self.snapshot.entries)
+        witnesses = witnesses_of(self.row, evidence, self.snapshot.entries)
+        built = build(self.snapshot, terminal=witnesses, deliver=self.deliver, evidence=evidence)
         found = built.reasons if isinstance(built, Masked) else ()
         metrics = metrics_json(built.metrics, found)
         metrics["snapshot_id"], metrics["version"] = self.snapshot.snapshot_id, self.snapshot.version

@@ -102,13 +102,15 @@ def build(
     *,
     terminal: TerminalWitnesses | None = None,
     deliver: Deliver = "single",
+    evidence: Evidence | None = None,
 ) -> Built:
     """Build the traces of one rollout, or say why there are none.
 
     `single` delivers the one safe chain: the named terminal's, or the only one there is. `all_chains` delivers every
-    safe chain with its role, each sampled span owned by one of them. An incomplete snapshot always masks.
+    safe chain with its role, each sampled span owned by one of them. An incomplete snapshot always masks. `evidence`
+    is what `read` made of this snapshot's entries, where the caller has it already.
     """
-    evidence = read(snapshot.rollout_id, snapshot.entries)
+    evidence = evidence if evidence is not None else read(snapshot.rollout_id, snapshot.entries)
     chosen = choose(terminal or TerminalWitnesses(), evidence)
     path = chosen.call.path() if chosen.call is not None else []
     sampling = evidence.sampling()

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from toprope.tokens.entry import TokenEntry
-from toprope.tokens.items import THOUGHT, content_of, is_model_authored, item_digests
 from toprope.trajectory import reasons
+from toprope.trajectory.content import written_by
 from toprope.trajectory.evidence import Call, Evidence
 
 NOT_HELD = "response:"
@@ -25,9 +25,9 @@ class TerminalWitnesses:
     """The call ids that each witness names, strongest first; an empty tuple abstains.
 
     `explicit`: the caller's `_ng_terminal_model_call_id`. `declared`: the records of the agent's
-    `terminal_response_id`. `response_id`: those of the row's own response id. `content`: those whose output is the
-    row's final output. The last two abstain when they name calls with different tokens, or one whose record was set
-    aside beside others.
+    `terminal_response_id`. `response_id`: those of the row's own response id. `content`: those that wrote the row's
+    final output (`content.written_by`). The last two abstain when they name calls with different tokens, or one whose
+    record was set aside beside others.
     """
 
     explicit: tuple[str, ...] = ()
@@ -54,8 +54,12 @@ class Terminal:
     named: frozenset[str] = frozenset()
 
 
-def witnesses_of(row: Mapping[str, Any], entries: Sequence[TokenEntry]) -> TerminalWitnesses:
-    """Read the witnesses of a flat result row. Nothing in the row can make it raise."""
+def witnesses_of(row: Mapping[str, Any], evidence: Evidence, entries: Sequence[TokenEntry]) -> TerminalWitnesses:
+    """Read the witnesses of a flat result row. Nothing in the row can make it raise.
+
+    `evidence` is what `read` made of `entries`: before that the decisions of some transports are not made yet, and no
+    claim is verified.
+    """
     raw = row.get("response")
     response: Mapping[str, Any] = raw if isinstance(raw, Mapping) else {}
     metadata = response.get("metadata")
@@ -72,7 +76,7 @@ def witnesses_of(row: Mapping[str, Any], entries: Sequence[TokenEntry]) -> Termi
         explicit=(explicit,) if isinstance(explicit, str) and explicit else (),
         declared=(_with_response_id(entries, declared) or (NOT_HELD + declared,)) if declared else (),
         response_id=_with_response_id(entries, response.get("id")),
-        content=_with_content(entries, response.get("output")),
+        content=written_by(evidence, entries, response.get("output")),
     )
 
 
@@ -120,130 +124,3 @@ def _with_response_id(entries: Sequence[TokenEntry], response_id: Any) -> tuple[
     if not isinstance(response_id, str) or not response_id:
         return ()
     return tuple(sorted({entry.model_call_id for entry in entries if entry.response_id == response_id}))
-
-
-def _with_content(entries: Sequence[TokenEntry], output: Any) -> tuple[str, ...]:
-    """The calls that may have written the row's final output, as far as the row and the record can tell.
-
-    Content alone is compared: agents renumber ids. Reasoning may be left out of a row, so that a call which thought
-    before it said the same is as good as one that did not. What a row shows before its final output decides between
-    them: the call whose whole transcript it is, else those that go on from the turn shown last, else the one after
-    which nothing was sampled (a conversation that was compacted). A row that shows its final output alone decides
-    nothing: that it is some call's whole transcript may be chance. Thoughts that no record has were written anew by the
-    agent and count for nothing.
-    """
-    if not isinstance(output, list) or not all(isinstance(item, Mapping) for item in output):
-        return ()
-    shown = _contents(output)
-    last = shown[len(shown) - _ending(output) :]
-    before = _spoken(shown[: len(shown) - len(last)])
-    said = _Said(entries)
-    if not before:
-        for wanted in (shown, _spoken(shown)):
-            if found := said.just(wanted) | said.in_all(wanted):
-                return tuple(sorted(found))
-        return ()
-    own = said.just(last) or said.just(_spoken(last))
-    whole = said.in_all(shown) or said.in_all(_spoken(shown))
-    following = {call_id for call_id in own if said.after(call_id, before[-1])}
-    return tuple(sorted(whole or following or {call_id for call_id in own if said.nothing_after(call_id)}))
-
-
-def _ending(output: Sequence[Mapping[str, Any]]) -> int:
-    """How many model-authored items are the final output; none where a tool's result ends it, which a later call read.
-
-    What stands before a tool's result or a user's turn is an earlier call's.
-    """
-    count = 0
-    for item in reversed(output):
-        if is_model_authored(item):
-            count += 1
-        elif count or item.get("type", "message") != "message":
-            break
-    return count
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """What one record says that its call wrote, after which call, and when."""
-
-    wrote: tuple[str, ...]
-    parent: str
-    at: float
-
-
-class _Said:
-    """What each call wrote and after what, by the records. Copies of one call that differ all count as told."""
-
-    def __init__(self, entries: Sequence[TokenEntry]) -> None:
-        self._copies: dict[str, set[_Copy]] = {}
-        for entry in entries:
-            copy = _Copy(_contents(entry.output_items), entry.parent_call_id or "", entry.created_at)
-            self._copies.setdefault(entry.model_call_id, set()).add(copy)
-
-    def just(self, shown: tuple[str, ...]) -> set[str]:
-        """The calls that wrote this and no more."""
-        return {
-            call_id
-            for call_id, copies in self._copies.items()
-            if shown and any(_begin_of(copy.wrote, shown, len(shown)) == 0 for copy in copies)
-        }
-
-    def in_all(self, shown: tuple[str, ...]) -> set[str]:
-        """The calls whose whole transcript, from the first call of the conversation on, is this."""
-        return {call_id for call_id in self._copies if shown and self._transcript_is(call_id, shown)}
-
-    def after(self, call_id: str, mark: str) -> bool:
-        """Whether the last thing that was said before this call is `mark`."""
-        pending, seen = [copy.parent for copy in self._copies[call_id]], {call_id}
-        while pending:
-            at = pending.pop()
-            if at in seen:
-                continue
-            seen.add(at)
-            for copy in self._copies.get(at, ()):
-                spoken = _spoken(copy.wrote)
-                if spoken and spoken[-1] == mark:
-                    return True
-                if not spoken:
-                    pending.append(copy.parent)
-        return False
-
-    def nothing_after(self, call_id: str) -> bool:
-        """Whether this is the call that was recorded last, by their times."""
-        began = min(copy.at for copy in self._copies[call_id])
-        return all(copy.at < began for other, held in self._copies.items() if other != call_id for copy in held)
-
-    def _transcript_is(self, call_id: str, wanted: tuple[str, ...]) -> bool:
-        """Walk back from the end; the first turn that does not fit ends it."""
-        pending, seen = [(call_id, len(wanted))], set[tuple[str, int]]()
-        while pending:
-            at, end = place = pending.pop()
-            if place in seen:
-                continue
-            seen.add(place)
-            for copy in self._copies[at]:
-                begin = _begin_of(copy.wrote, wanted, end)
-                if begin == 0 and copy.parent not in self._copies:
-                    return True
-                if begin is not None and copy.parent in self._copies:
-                    pending.append((copy.parent, begin))
-        return False
-
-
-def _begin_of(wrote: tuple[str, ...], shown: tuple[str, ...], end: int) -> int | None:
-    """Where in `shown`, up to `end`, what a call wrote begins, if only reasoning was left out; None if it is not it."""
-    for mark in reversed(wrote):
-        if end and shown[end - 1] == mark:
-            end -= 1
-        elif not mark.startswith(THOUGHT):
-            return None
-    return end
-
-
-def _contents(items: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
-    return tuple(content_of(mark) for mark in item_digests(items))
-
-
-def _spoken(contents: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple(content for content in contents if not content.startswith(THOUGHT))

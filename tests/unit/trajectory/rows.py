@@ -8,6 +8,8 @@ from typing import Any
 from tests.unit.trajectory.golden import entry
 
 from toprope.tokens.entry import TokenEntry
+from toprope.trajectory.evidence import read
+from toprope.trajectory.terminal import TerminalWitnesses, witnesses_of
 
 
 def said(text: str) -> dict[str, Any]:
@@ -28,15 +30,8 @@ def result(call_id: str) -> dict[str, Any]:
 
 def held(*outputs: list[dict[str, Any]]) -> list[TokenEntry]:
     """A chain c0, c1, ... whose calls wrote these outputs; response ids resp-0, resp-1, ..."""
-    return [
-        replace(
-            entry(f"c{at}", [1], [2], f"c{at - 1}" if at else None, {"decision": "resolved" if at else "root"}),
-            output_items=tuple(output),
-            token_item_index=None,
-            response_id=f"resp-{at}",
-        )
-        for at, output in enumerate(outputs)
-    ]
+    calls = tree(**{f"c{at}": (f"c{at - 1}" if at else None, output) for at, output in enumerate(outputs)})
+    return [replace(call, response_id=f"resp-{at}") for at, call in enumerate(calls)]
 
 
 def row(output: Any, **more: Any) -> dict[str, Any]:
@@ -54,3 +49,8 @@ def tree(**calls: tuple[str | None, list[dict[str, Any]]]) -> list[TokenEntry]:
         record = entry(call_id, [*seen, 100 + at], [200 + at], parent, about)
         made[call_id] = replace(record, output_items=tuple(output), token_item_index=None)
     return list(made.values())
+
+
+def claims(row: dict[str, Any], entries: list[TokenEntry]) -> TerminalWitnesses:
+    """What the witnesses of a row say, by these records."""
+    return witnesses_of(row, read("r", entries), entries)

@@ -274,6 +274,23 @@ def test_a_span_of_a_twin_that_another_trace_owns_is_proven() -> None:
     assert proof_of(built, entries) == []
 
 
+@pytest.mark.parametrize("explicit", ["m", None])
+def test_two_last_conversations_are_one_too_many(explicit: str | None) -> None:
+    """Whether or not a last call was named."""
+    entries = [entry("m", [1], [2], None, ROOT), entry("s", [7], [8], None, ROOT)]
+    built = go(build, entries, deliver="all_chains", **({"explicit": explicit} if explicit else {}))
+    made = [each.as_json() for each in built.traces]
+    capture = {
+        **metrics_json(built.metrics, ()),
+        "terminal": {"method": "explicit" if explicit else "only_chain", "call_id": "m"},
+    }
+    row: Row = {"response": {TRACES: made}, "_ng_token_capture": capture}
+    made[0]["role"] = "terminal"
+    assert found(row, receipts_of(entries)) == set()
+    made[1]["role"] = "terminal"
+    assert found(row, receipts_of(entries)) == {"terminal_differs"}
+
+
 def test_half_a_generation_in_the_loss_is_named() -> None:
     entries = [entry("c1", [1], [2, 3], None, ROOT)]
     (made,) = go(build, entries).traces

@@ -1,0 +1,261 @@
+"""Which call wrote the final output of a row, by what calls said and rows show. The weakest witness of step 6.
+
+Sub-agents say what the main agent says, harnesses strip what they hand in, and a conversation that was compacted goes
+on under a new first call. So a call is named only where every other reading of the row fails; else this is silent,
+and what is left decides. Only verified evidence is read: what a record claims of its parent counts for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from toprope.tokens.entry import TokenEntry
+from toprope.tokens.items import THOUGHT, content_of, is_model_authored, item_digests
+from toprope.trajectory.evidence import Call, Evidence
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """One model-authored item: kind and digest of its content, and its words where it is words alone."""
+
+    content: str
+    words: str | None
+
+    @property
+    def is_thought(self) -> bool:
+        return self.content.startswith(THOUGHT)
+
+    def says(self, shown: _Mark) -> bool:
+        """Whether a row that hands in this shows that: agents strip blanks and renumber ids."""
+        if self.content == shown.content:
+            return True
+        return self.words is not None and self.words == shown.words and self.is_thought == shown.is_thought
+
+    def may_say(self, shown: _Mark) -> bool:
+        """Whether a row that hands in a part of this may show that: tags are cut off, an answer is cut out."""
+        if self.says(shown):
+            return True
+        if self.words is None or shown.words is None or self.is_thought != shown.is_thought:
+            return False
+        return _is_among(shown.words, self.words)
+
+
+_Marks: TypeAlias = tuple[_Mark, ...]
+
+
+def written_by(evidence: Evidence, entries: Sequence[TokenEntry], output: Any) -> tuple[str, ...]:
+    """The calls (one, or several with equal ids) that wrote the row's final output; none where that is not certain.
+
+    What a row shows before its final output must be its writer's own conversation; no other call may be read as the
+    writer. A call that said the same may be one whose conversation shows all of this too, or goes on after a
+    compaction from what others said, or has a history that nobody knows. Thoughts may be left out of a row, and
+    those that no call had were written anew by the agent; both count for nothing.
+    """
+    if not isinstance(output, list) or not all(isinstance(item, Mapping) for item in output):
+        return ()
+    said = _Said(evidence, entries)
+    for shown in (_Shown.of(output), _Shown.of(output).without_thoughts()):
+        if shown.marks and (found := said.in_row(shown)) is not None:
+            return found
+    return ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Shown:
+    """What a row shows, and how many of it are its final output: none where a tool's result ends the row."""
+
+    marks: _Marks
+    ending: int
+
+    @classmethod
+    def of(cls, output: Sequence[Mapping[str, Any]]) -> _Shown:
+        return cls(_marks(output), _ending(output))
+
+    def without_thoughts(self) -> _Shown:
+        spoken = len(_spoken(self.last))
+        if not self.ending or spoken:
+            return _Shown(_spoken(self.marks), spoken if self.ending else 0)
+        return _Shown((), 0)
+
+    @property
+    def last(self) -> _Marks:
+        """The final output; the last item that was said where a tool's result ends the row."""
+        return self.marks[-max(1, self.ending) :]
+
+    @property
+    def before(self) -> _Marks:
+        return self.marks[: -max(1, self.ending)]
+
+
+def _ending(output: Sequence[Mapping[str, Any]]) -> int:
+    """How many model-authored items are the final output; none where a tool's result ends it, which a later call read.
+
+    What stands before a tool's result or a user's turn is an earlier call's.
+    """
+    count = 0
+    for item in reversed(output):
+        if is_model_authored(item):
+            count += 1
+        elif count or item.get("type", "message") != "message":
+            break
+    return count
+
+
+class _Said:
+    """What each call said, and all that was said in its conversation up to it."""
+
+    def __init__(self, evidence: Evidence, entries: Sequence[TokenEntry]) -> None:
+        self._calls = evidence.calls
+        self._marks = {call.id: _marks(call.entry.output_items) for call in evidence.calls.values()}
+        self._aside = [_marks(entry.output_items) for entry in entries if entry.model_call_id in evidence.aside]
+        self._speaker: dict[str, str] = {}
+        self._length: dict[str, int] = {}
+        self._unknown: dict[str, bool] = {}
+        for call in evidence.calls.values():
+            self._measure(call)
+
+    def in_row(self, shown: _Shown) -> tuple[str, ...] | None:
+        """The writer of a row; `()` where several may be, None where the row is nobody's as it stands."""
+        alike = [call for call in self._calls.values() if self._counts(call) and self._may_show(call, shown.last)]
+        writers = [call for call in alike if self._shows(call, shown)]
+        if not writers:
+            return None
+        first = writers[0]
+        if any(not _spoken(marks) or any(mark.may_say(shown.last[-1]) for mark in marks) for marks in self._aside):
+            return ()  # of a record that was set aside nobody knows the conversation
+        rivals = self._rivals(first, alike, shown)
+        if rivals:
+            if self._reach(first, shown.marks) is None:
+                return ()
+            told = self._told_elsewhere(first, shown)
+            if any(self._may_show(rival, shown.marks[told:]) for rival in rivals):
+                return ()
+        return tuple(sorted(call.id for call in writers))
+
+    def _counts(self, call: Call) -> bool:
+        """Whether a call can be a conversation's last: one that neither sampled nor said anything leaves no trace."""
+        return not call.is_empty or self._speaks(call.id)
+
+    def _speaks(self, call_id: str) -> bool:
+        return bool(_spoken(self._marks[call_id]))
+
+    def _shows(self, call: Call, shown: _Shown) -> bool:
+        """Whether this call said the final output and no more, and all that the row shows is its conversation."""
+        if not shown.ending:  # whoever read the tool's result spoke last, and that is not in the row
+            return self._reach(call, shown.marks) == "whole"
+        return self._reach(call, shown.last) is not None and self._may_show(call, shown.marks)
+
+    def _rivals(self, first: Call, alike: list[Call], shown: _Shown) -> list[Call]:
+        """Other calls that may have said the row's last words.
+
+        Its own conversation's calls are none where they only said something longer, and the row shows too much of it
+        for that (or they came before).
+        """
+        others = [call for call in alike if _sample(call) != _sample(first)]
+        if not others:
+            return []
+        kin = {call.id for call in first.path()} | (first.descendants() if shown.before else set())
+        return [call for call in others if call.id not in kin or self._reach(call, shown.last) is not None]
+
+    def _told_elsewhere(self, first: Call, shown: _Shown) -> int:
+        """How much of a row's beginning others said too, so that it may be what stood before a compaction."""
+        own = {call.id for call in first.path()}
+        told = [*self._aside, *(marks for call_id, marks in self._marks.items() if call_id not in own)]
+        others = {mark for marks in told for mark in marks}
+        for at, wanted in enumerate(shown.before):
+            if wanted not in others and not any(mark.may_say(wanted) for mark in others):
+                return at
+        return len(shown.before)
+
+    def _may_show(self, call: Call, wanted: _Marks) -> bool:
+        """Whether a row of this call's conversation may show this, with anything left out and items cut down.
+
+        The call itself said the last of it, or nobody else after that. What stands before a boundary may be anything.
+        """
+        end, speaker = len(wanted), self._speaker[call.id]
+        if not any(mark.may_say(wanted[-1]) for mark in self._marks[speaker]):
+            return self._unknown[call.id] and not self._speaks(speaker)
+        if self._unknown[call.id]:
+            return True
+        if self._length[call.id] < end:
+            return False
+        for each in _upwards(call):
+            for mark in reversed(self._marks[each.id]):
+                if mark.may_say(wanted[end - 1]):
+                    end -= 1
+                    if end == 0:
+                        return True
+        return False
+
+    def _reach(self, call: Call, wanted: _Marks) -> Literal["whole", "part"] | None:
+        """Whether this is what was said up to the end of this call, all of it or its end; thoughts may be left out."""
+        at = len(wanted)
+        if self._length[call.id] < at:
+            return None
+        for each in _upwards(call):
+            for mark in reversed(self._marks[each.id]):
+                if at and mark.says(wanted[at - 1]):
+                    at -= 1
+                elif not mark.is_thought:
+                    return "part" if at == 0 and each.id != self._speaker[call.id] else None
+        if at:
+            return None
+        return "part" if self._unknown[call.id] else "whole"
+
+    def _measure(self, call: Call) -> None:
+        """Note who spoke last up to a call, how many items were said, and whether a boundary hides what came before."""
+        trail = []
+        for each in _upwards(call):
+            if each.id in self._length:
+                break
+            trail.append(each)
+        for each in reversed(trail):
+            before = each.parent
+            self._speaker[each.id] = self._speaker[before.id] if before and not self._speaks(each.id) else each.id
+            self._length[each.id] = len(self._marks[each.id]) + (self._length[before.id] if before else 0)
+            self._unknown[each.id] = any(each.faults_here()) or (self._unknown[before.id] if before else False)
+
+
+def _upwards(call: Call) -> Iterator[Call]:
+    """A call, the one that it continues, and so on."""
+    at: Call | None = call
+    while at is not None:
+        yield at
+        at = at.parent
+
+
+def _sample(call: Call) -> tuple[int, str]:
+    """What a call sampled and after what, by ids: equal for calls that are one to a trainer."""
+    return call.prompt_len, call.digest()
+
+
+def _marks(items: Sequence[Mapping[str, Any]]) -> _Marks:
+    return tuple(_Mark(content_of(mark), _words(item)) for item in items for mark in item_digests([item]))
+
+
+def _spoken(marks: _Marks) -> _Marks:
+    return tuple(mark for mark in marks if not mark.is_thought)
+
+
+def _words(item: Mapping[str, Any]) -> str | None:
+    """The words of a message or a thought, each blank one space; None where it is or holds anything else."""
+    if item.get("type", "message") not in ("message", "reasoning"):
+        return None
+    content = item.get("content") or item.get("summary")
+    parts = content if isinstance(content, list | tuple) else [content]
+    texts = [part.get("text") or part.get("refusal") if isinstance(part, Mapping) else part for part in parts]
+    words = [text for text in texts if isinstance(text, str)]
+    return " ".join("".join(words).split()) if len(words) == len(texts) else None
+
+
+def _is_among(words: str, text: str) -> bool:
+    """Whether `words` stand in `text`, not as a piece of a word: 4 is not in 14."""
+    at = text.find(words)
+    while at >= 0:
+        before, after = text[max(0, at - 1) : at], text[at + len(words) : at + len(words) + 1]
+        if not (before.isalnum() and words[:1].isalnum()) and not (after.isalnum() and words[-1:].isalnum()):
+            return True
+        at = text.find(words, at + 1)
+    return False
