@@ -56,6 +56,10 @@ class Beginnings:
         self._ended(key, it, call_id)
         return doubt
 
+    def outlived(self, key: str) -> None:
+        """The key was made new: what is open of it is an earlier attempt's, and no record is in doubt for it."""
+        self._of.pop(key, None)
+
     def _ended(self, key: str, it: _Beginning, call_id: str) -> None:
         it.watched.discard(call_id)
         if not it.opening:

@@ -19,7 +19,7 @@ from typing import Any, Literal, NotRequired, Protocol, TypeAlias, TypedDict, ru
 import numpy as np
 
 from toprope.capture.bounds import is_callers, within
-from toprope.capture.protocols import TokenSource
+from toprope.capture.protocols import OptionalVerbs, TokenSource
 from toprope.correlation.ids import capture_key
 from toprope.errors.tree import CaptureClosed
 from toprope.tokens.behaviour import differing
@@ -64,7 +64,7 @@ class Delivered(TypedDict):
 
 
 @runtime_checkable
-class SettlingSource(Protocol):
+class SettlingSource(Protocol, metaclass=OptionalVerbs):
     """Optional: a source that can wait for calls that are still in flight."""
 
     async def settle(self, rollout_id: str, timeout_s: float) -> bool:

@@ -36,7 +36,7 @@ class JsonlStore:
     Any number of stores in any number of processes that share a working `flock` may use one directory, NeMo Gym's own
     store among them. All verbs raise `CaptureClosed` where the life cycle refuses them, `CaptureError` for a directory
     that cannot be written, for a put over a damaged record and where the disk refuses. A caller cancelled while a verb
-    waits does not know whether it took effect. `freeze_listeners` are told the keys that this store froze.
+    waits does not know whether it took effect. `freeze_listeners` are told the keys that this store froze or made new.
     `threads` is how many rollouts are worked on at once.
     """
 
@@ -138,7 +138,10 @@ class JsonlStore:
 
     async def supersede(self, rollout_id: str) -> str | None:
         """Once it returns the key is new, durably; what stood there is `<key>~<n>`, whose name is returned."""
-        return await self._run(rollout_id, lambda: self._captures.supersede(rollout_id))
+        name = await self._run(rollout_id, lambda: self._captures.supersede(rollout_id))
+        for listener in self.freeze_listeners:
+            listener(rollout_id)
+        return name
 
     async def list_captures(self, *, retired: bool = False) -> tuple[CaptureInfo, ...]:
         """Every capture that is not retired, oldest first; with `retired` tombstones too. Leaves no trace."""

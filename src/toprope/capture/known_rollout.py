@@ -17,7 +17,7 @@ from toprope.tokens.sampled import SampledTokens
 class Rollout:
     """What the recorder knows of one key. Forgetting it is safe at any time: the store can tell all of it again."""
 
-    __slots__ = ("arena", "calls", "entries", "history", "lock", "shared", "size", "synced")
+    __slots__ = ("arena", "calls", "entries", "history", "lock", "shared", "size", "synced", "told")
 
     def __init__(self, *, all_told: bool) -> None:
         # Until the store says otherwise somebody may have been here: another worker, or this one before it forgot.
@@ -25,6 +25,7 @@ class Rollout:
         self.arena = PromptArena()
         self.calls = 0  # calls and entries that the store held when it last answered
         self.entries = 0
+        self.told = (0, 0)  # the most calls and the most entries that the store ever said
         self.synced = 0  # entries, from the first on, that were read from the store
         self.shared = True  # the store may hold what is not in the index
         self.size = 0  # ids in the index, about
@@ -40,6 +41,10 @@ class Rollout:
         whole = self.arena.place(call_id, parent, suffix, tokens.generation_token_ids)
         return replace(tokens, prompt_token_ids=whole)
 
+    def is_outlived(self, ack: object, told: tuple[int, int]) -> bool:
+        """Whether the key was made new since: a store that had said `told` before the call began now holds less."""
+        return isinstance(ack, BeginAck) and (ack.calls < told[0] or ack.entries < told[1])
+
     def learn_from_begin(self, ack: object) -> None:
         """Compare what the store holds with what this recorder put there: more means another writer.
 
@@ -48,6 +53,7 @@ class Rollout:
         if not isinstance(ack, BeginAck):
             self.shared = True
             return
+        self.told = (max(self.told[0], ack.calls), max(self.told[1], ack.entries))
         more = ack.calls > self.calls + 1 or ack.entries > self.entries
         all_recorded = ack.calls - ack.entries <= 1  # but for the call that begins here
         if self.calls == 0:

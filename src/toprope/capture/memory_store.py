@@ -201,6 +201,8 @@ class MemoryStore:
             name = f"{rollout_id}~{1 + max((int(n) for n in taken if n.isdigit()), default=0)}"
             before.abandoned = True
             self._captures[name] = self._captures.pop(rollout_id)
+            for listener in self.freeze_listeners:
+                listener(rollout_id)
             return name
 
     async def list_captures(self, *, retired: bool = False) -> tuple[CaptureInfo, ...]:

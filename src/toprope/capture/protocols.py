@@ -1,19 +1,26 @@
 """The verbs of custody, with NeMo Gym's names and signatures, and what is true when each returns.
 
 What we add is optional and keyword-only (`intent`, `reason`); optional verbs have protocols of their own, so that a
-sink and a source with exactly NeMo Gym's signatures serve a run.
+sink and a source with exactly NeMo Gym's signatures serve a run. Whether a verb is there is asked by `own_verb`, or by
+`isinstance` of the protocol of an optional one, and in no other way.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from abc import ABCMeta
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from toprope.errors.kinds import Kind
 from toprope.errors.tree import CaptureClosed, CaptureError
 from toprope.tokens.entry import TokenEntry, is_text
 from toprope.tokens.snapshot import Receipt, TokenCaptureSnapshot
+
+if TYPE_CHECKING:
+    _ProtocolMeta = ABCMeta
+else:
+    _ProtocolMeta = type(Protocol)
 
 GIVEN_UP = f"truncated:{Kind.STALE}"
 """The abort that says that a trainer gave the rollout up: nothing more is sampled, and no row is made of it."""
@@ -51,6 +58,32 @@ class PutAck:
     entries: int
 
 
+def own_verb(end: object, name: str) -> Callable[..., Any] | None:
+    """The verb of a sink or source; None if it has none, or only what it inherits from a protocol.
+
+    A class that names a protocol as its base has all of the protocol's verbs by Python's account. Their bodies do
+    nothing and say that they did it: a loss that such a `mark_incomplete` was told of is told to nobody. Of any
+    protocol, not of these alone: a transport may be written against NeMo Gym's.
+    """
+    found = getattr(end, name, None)
+    if not callable(found):
+        return None
+    function = getattr(found, "__func__", found)
+    bases = type(getattr(found, "__self__", end)).__mro__
+    protocols = (vars(base) for base in bases if vars(base).get("_is_protocol", False))
+    return None if any(function is each for verbs in protocols for each in verbs.values()) else found
+
+
+class OptionalVerbs(_ProtocolMeta):
+    """The class of the protocols of optional verbs: `isinstance` asks whether every verb is the object's own."""
+
+    def __instancecheck__(self, instance: object) -> bool:
+        if not vars(self).get("_is_protocol", False):
+            return super().__instancecheck__(instance)
+        verbs = [name for name, verb in vars(self).items() if callable(verb) and not name.startswith("_")]
+        return all(own_verb(instance, name) is not None for name in verbs)
+
+
 class TokenSink(Protocol):
     """Where the recorder writes."""
 
@@ -81,7 +114,7 @@ class TokenSource(Protocol):
 
 
 @runtime_checkable
-class AbortingSink(Protocol):
+class AbortingSink(Protocol, metaclass=OptionalVerbs):
     """Optional: a call that ended without anything sampled that an agent could keep."""
 
     async def abort_call(self, rollout_id: str, model_call_id: str, *, reason: str) -> None:
@@ -89,7 +122,7 @@ class AbortingSink(Protocol):
 
 
 @runtime_checkable
-class SupersedingSource(Protocol):
+class SupersedingSource(Protocol, metaclass=OptionalVerbs):
     """Optional: make a used key new."""
 
     async def supersede(self, rollout_id: str) -> str | None:
@@ -97,7 +130,7 @@ class SupersedingSource(Protocol):
 
 
 @runtime_checkable
-class CaptureReader(Protocol):
+class CaptureReader(Protocol, metaclass=OptionalVerbs):
     """Optional: reads without freezing, for lineage and retries."""
 
     async def open_entries(self, rollout_id: str, since: int = 0) -> tuple[TokenEntry, ...]:
@@ -124,7 +157,7 @@ class JournalledCall:
 
 
 @runtime_checkable
-class CallJournal(Protocol):
+class CallJournal(Protocol, metaclass=OptionalVerbs):
     """Optional: what was begun, for retries."""
 
     async def begun_calls(self, rollout_id: str) -> tuple[JournalledCall, ...]:
@@ -135,7 +168,7 @@ class CallJournal(Protocol):
 
 
 @runtime_checkable
-class ReceiptSource(Protocol):
+class ReceiptSource(Protocol, metaclass=OptionalVerbs):
     """Optional: the receipts that a tombstone keeps."""
 
     async def receipts(self, rollout_id: str) -> tuple[Receipt, ...] | None:
@@ -178,7 +211,7 @@ def writer_state(epochs: Collection[str], alive: Mapping[str, bool]) -> str:
 
 
 @runtime_checkable
-class CaptureLister(Protocol):
+class CaptureLister(Protocol, metaclass=OptionalVerbs):
     """Optional: what a store still holds, for `capture ls` and explicit garbage collection."""
 
     async def list_captures(self, *, retired: bool = False) -> tuple[CaptureInfo, ...]:
@@ -189,7 +222,7 @@ class CaptureLister(Protocol):
 
 
 @runtime_checkable
-class DiscardingStore(Protocol):
+class DiscardingStore(Protocol, metaclass=OptionalVerbs):
     """Optional: explicit garbage collection of kept evidence."""
 
     async def discard(self, keys: Sequence[str]) -> tuple[str, ...]:

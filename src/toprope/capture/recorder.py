@@ -36,6 +36,7 @@ from toprope.capture.protocols import (
     JournalledCall,
     PutAck,
     TokenSink,
+    own_verb,
 )
 from toprope.errors.tree import CaptureClosed, CaptureError, ConfigError
 from toprope.tokens.entry import BadRecord, TokenEntry
@@ -89,10 +90,11 @@ class Recorder:
         clock: Callable[[], float] = time.time,
     ) -> None:
         for verb in ("put", "mark_incomplete"):
-            if not callable(getattr(sink, verb, None)):
+            if own_verb(sink, verb) is None:
                 raise ConfigError(
-                    f"capture sink {type(sink).__name__} has no {verb}: without it a lost call could not be told from "
-                    "one that never was. A sink needs async put(entry) and mark_incomplete(rollout_id, model_call_id)."
+                    f"capture sink {type(sink).__name__} has no {verb} of its own: without it a lost call could not be "
+                    "told from one that never was. A sink needs async put(entry) and mark_incomplete(rollout_id, "
+                    "model_call_id); what it inherits from a protocol does nothing."
                 )
         if on_capture_error not in ("mask", "fail"):
             raise ConfigError(f"on_capture_error {on_capture_error!r}: expected 'mask' or 'fail'")
@@ -102,9 +104,8 @@ class Recorder:
         self.writer_epoch = writer_epoch or f"{time.time_ns():x}-{secrets.token_hex(8)}"
         self._max_ids = max_ids
         self._clock = clock
-        begin = getattr(sink, "begin_call", None)
-        self._begin = begin if callable(begin) else None
-        self._begin_takes_intent = begin is not None and _accepts(begin, "intent")
+        self._begin = own_verb(sink, "begin_call")
+        self._begin_takes_intent = self._begin is not None and _accepts(self._begin, "intent")
         self._mark_takes_reason = _accepts(sink.mark_incomplete, "reason")
         self._aborting = sink if isinstance(sink, AbortingSink) else None
         # A begun call without a record then leaves an open intent, whose rollout is masked: none is lost unseen.
@@ -132,6 +133,8 @@ class Recorder:
         told: dict[str, Any] = {}
         if self._begin_takes_intent:
             told["intent"] = replace(intent or Intent(), writer_epoch=self.writer_epoch)
+        known = self._rollouts.get(key)
+        held = known.told if known is not None else (0, 0)
         try:
             ack = await self._begin(key, call_id, **told)
         except CaptureClosed:
@@ -142,6 +145,9 @@ class Recorder:
                 raise
             raise CaptureError(f"call {call_id} of {key}: its intent could not be written ({_said(error)})") from error
         if self._reader is not None:
+            if known is not None and known is self._rollouts.get(key) and known.is_outlived(ack, held):
+                self.forget(key)
+                self._beginnings.outlived(key)
             rollout = self._rollout(key)
             rollout.learn_from_begin(ack)
             if len(rollout.history) == 0:

@@ -39,7 +39,7 @@ class SqliteStore:
     Any number of stores in any number of processes of one machine may use one file. Raises `ConfigError` for a path on
     a network file system. All verbs raise `CaptureClosed` where the life cycle refuses them, `CaptureError` for a file
     that is no store of ours and when the disk refuses. A caller cancelled while a verb waits does not
-    know whether it took effect. `freeze_listeners` are told the keys that this store froze.
+    know whether it took effect. `freeze_listeners` are told the keys that this store froze or made new.
     """
 
     durable = True
@@ -155,7 +155,10 @@ class SqliteStore:
 
     async def supersede(self, rollout_id: str) -> str | None:
         """Once it returns the key is new, durably; what stood there is `<key>~<n>`, whose name is returned."""
-        return cast("str | None", await self._write(lambda writer: writer.supersede(rollout_id)))
+        name = cast("str | None", await self._write(lambda writer: writer.supersede(rollout_id)))
+        for listener in self.freeze_listeners:
+            listener(rollout_id)
+        return name
 
     async def list_captures(self, *, retired: bool = False) -> tuple[CaptureInfo, ...]:
         """Every capture that is not retired, oldest first; with `retired` tombstones too."""

@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 from toprope.capture.jsonl_store import JsonlStore
 from toprope.capture.memory_store import MemoryStore
-from toprope.capture.protocols import CaptureReader, TokenSink, TokenSource
+from toprope.capture.protocols import CaptureReader, TokenSink, TokenSource, own_verb
 from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.tree import ConfigError
 from toprope.launch.construct import build, find
@@ -80,5 +80,5 @@ def _named(names: TransportNames, where: Where) -> Custody:
 
 def _require(end: object, verbs: tuple[str, ...], name: str, where: Where) -> None:
     for verb in verbs:
-        if not callable(getattr(end, verb, None)):
-            raise ConfigError(f"{where}: {name} has no {verb}; accepted: a class with {', '.join(verbs)}.")
+        if own_verb(end, verb) is None:
+            raise ConfigError(f"{where}: {name} has no {verb} of its own; accepted: a class with {', '.join(verbs)}.")

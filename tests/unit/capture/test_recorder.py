@@ -7,13 +7,25 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
 
+from toprope.capture.delivery import SettlingSource
 from toprope.capture.memory_store import MemoryStore
-from toprope.capture.protocols import EntryConflict, Intent
+from toprope.capture.protocols import (
+    AbortingSink,
+    CallJournal,
+    CaptureLister,
+    CaptureReader,
+    DiscardingStore,
+    EntryConflict,
+    Intent,
+    ReceiptSource,
+    SupersedingSource,
+    TokenSink,
+)
 from toprope.capture.recorder import CallEvidence, Recorder
 from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.tree import CaptureClosed, CaptureError, ConfigError
@@ -523,6 +535,113 @@ def test_a_sink_that_cannot_say_that_a_call_was_lost_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="Mute has no mark_incomplete"):
         Recorder(Mute())  # type: ignore[arg-type]
+
+
+class TheirSink(Protocol):
+    """A protocol of somebody else's with the same names, as NeMo Gym has one."""
+
+    async def begin_call(self, rollout_id: str, model_call_id: str) -> None: ...
+
+    async def put(self, entry: TokenEntry) -> None: ...
+
+    async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None: ...
+
+    async def close(self) -> None: ...
+
+
+@pytest.mark.promise("CP-16")
+@pytest.mark.parametrize("base", [TokenSink, TheirSink])
+def test_a_verb_that_is_only_inherited_from_a_protocol_is_missing(base: Any) -> None:
+    class OnlyPuts(base):  # type: ignore[misc]
+        async def put(self, entry: TokenEntry) -> None: ...
+
+    class Marks(OnlyPuts):
+        async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None: ...
+
+    class Begins(Marks):
+        async def begin_call(self, rollout_id: str, model_call_id: str) -> None: ...
+
+    with pytest.raises(ConfigError, match="OnlyPuts has no mark_incomplete of its own"):
+        Recorder(OnlyPuts())
+    assert any("Marks has no begin_call" in note for note in Recorder(Marks()).notes)
+    assert not any("has no begin_call" in note for note in Recorder(Begins()).notes)
+
+
+@pytest.mark.promise("CP-9")
+async def test_a_lost_first_call_is_not_taken_for_recorded_where_begin_call_is_only_inherited() -> None:
+    class Inherits(TokenSink):  # what it leaves out it "has"
+        def __init__(self) -> None:
+            self.entries: list[TokenEntry] = []
+
+        async def put(self, entry: TokenEntry) -> None:
+            self.entries.append(entry)
+
+        async def mark_incomplete(self, rollout_id: str, model_call_id: str = "") -> None: ...
+
+    sink = Inherits()  # type: ignore[abstract]
+    recorder = Recorder(sink)
+    await recorder.begin("k", "c1")
+    await recorder.abort("k", "c1", "upstream:transport_dropped", request_items=[user("hi")])
+    await recorder.begin("k", "c2")
+    await recorder.record(evidence("c2", KEPT))
+    built = build(TokenCaptureSnapshot("k", tuple(sink.entries), False, "s", 1))
+    assert isinstance(built, Masked)
+    assert "unrecorded_turn" in built.reasons
+
+
+_OPTIONAL = (
+    AbortingSink,
+    SupersedingSource,
+    CaptureReader,
+    CallJournal,
+    ReceiptSource,
+    CaptureLister,
+    DiscardingStore,
+    SettlingSource,
+)
+
+
+@pytest.mark.parametrize("part", _OPTIONAL, ids=lambda part: part.__name__)
+def test_an_optional_verb_is_there_only_where_a_class_has_it_of_its_own(part: Any) -> None:
+    verbs = [name for name in vars(part) if callable(getattr(part, name)) and not name.startswith("_")]
+    inherits = type("Inherits", (part,), {})
+    own = type("Own", (part,), {name: getattr(MemoryStore, name) for name in verbs})
+    assert verbs
+    assert [isinstance(each, part) for each in (inherits(), own(), MemoryStore(), object())] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert isinstance(inherits(), inherits)
+
+
+@pytest.mark.promise("CP-7")
+@pytest.mark.parametrize("by", ["this process", "another process"])
+async def test_a_key_that_was_made_new_begins_anew(by: str, tmp_path: Path) -> None:
+    """A recorder that remembers the attempt before would link the new one to calls that are set aside."""
+    here, other = SqliteStore(tmp_path / "c.sqlite"), SqliteStore(tmp_path / "c.sqlite")
+    recorder = Recorder(here, reader=here)
+    forgotten: list[str] = []
+    recorder.forget_listeners.append(forgotten.append)
+    before = Conversation()
+    for _ in range(2):
+        await before.turn(recorder)
+    await recorder.begin("k", "open")
+    assert await (here if by == "this process" else other).supersede("k") == "k~1"
+    asked: list[dict[str, Any]] = [user("hi")]
+    prompt = [1, 2, 3]
+    for at in range(3):  # greedy: the same ids as before, and one turn more
+        await recorder.begin("k", f"z{at}")
+        await recorder.record(evidence(f"z{at}", asked, prompt, [100 + at, 7]))
+        asked = [*asked, assistant(f"z{at}"), user("go on")]
+        prompt = [*prompt, 100 + at, 7, 50 + at]
+    assert forgotten == ["k"]
+    built = build(await other.freeze("k"))
+    assert isinstance(built, Trainable)
+    assert built.traces[0].call_ids == ("z0", "z1", "z2")
+    await here.close()
+    await other.close()
 
 
 async def test_a_failing_intent_fails_the_call_before_it_is_sent() -> None:
