@@ -278,7 +278,7 @@ def test_a_foreign_claim_whose_ids_do_not_fit_lends_its_parents_hash_to_nobody()
     assert choice.prompt_hash.hexdigest() == ChainHash.of(prompt).hexdigest()
 
 
-def test_deferred_decisions_are_made_at_freeze_and_clock_skew_never_invents_a_parent() -> None:
+def test_deferred_decisions_are_made_at_freeze() -> None:
     choice = ParentChoice("unresolved", None, DEFERRED, ChainHash())
     c1 = replace(entry_of("c1", [1], [2], [item("a:x")], choice), created_at=1.0)
     asked = item_digests([item("u:hi"), item("a:x")])
@@ -286,8 +286,6 @@ def test_deferred_decisions_are_made_at_freeze_and_clock_skew_never_invents_a_pa
     for order in ([c1, c2], [c2, c1]):
         decided = {e.model_call_id: e for e in decide_deferred(order, "r")}
         assert (decided["c1"].parent_decision, decided["c2"].parent_call_id) == ("root", "c1")
-    skewed = {e.model_call_id: e for e in decide_deferred([c1, replace(c2, created_at=0.5)], "r")}
-    assert [skewed[name].parent_call_id for name in ("c1", "c2")] == [None, None]
 
 
 @pytest.mark.promise("CP-9")

@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 from tests.mutants import killer, mutated
-from tests.unit.tokens import test_asked, test_items, test_lineage
+from tests.unit.tokens import test_asked, test_deferred, test_items, test_lineage
 
 ROOM = "toprope.tokens"
 ORDER = ("asked", "items", "sent", "strands", "lineage", "deferred")
-SUITES = (test_lineage, test_items, test_asked)
+SUITES = (test_lineage, test_deferred, test_items, test_asked)
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
     "turns_of_unknown_origin_accepted": ("lineage", "if history.accounts_for(node, asked)]", "]"),
@@ -70,9 +70,26 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "deferred_first_calls_are_roots": (
         "deferred",
-        "history.unseen = missing or entry.parent_resolution_reason != DEFERRED_ALL_TOLD",
-        "history.unseen = False",
+        "history.unseen = not told or (",
+        "history.unseen = False and (",
     ),
+    "the_first_by_its_clock_is_the_first": (
+        "deferred",
+        "or (len(history) == 0 and _was_said_before(entry, own))",
+        "",
+    ),
+    "whatever_the_first_request_holds_was_said_before": (
+        "deferred",
+        "said & held - {content_of(mark) for mark in entry.item_digests}",
+        "said & held",
+    ),
+    "clocks_say_who_is_whose_parent": ("deferred", "if _begins(timed[each], entry)]", "if False]"),
+    "the_longest_ancestor_comes_first": (
+        "deferred",
+        "key=lambda each: len(timed[each].prompt_token_ids))",
+        "key=lambda each: -len(timed[each].prompt_token_ids))",
+    ),
+    "ids_of_ancestors_not_compared": ("deferred", "if _begins(timed[each], entry)]", "]"),
     "records_of_other_rollouts_vouch": (
         "deferred",
         "if entry.rollout_id == rollout_id and _is_as_recorded(entry)]",
@@ -109,8 +126,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "deferred_calls_decided_as_they_come": (
         "deferred",
-        "sorted(own, key=lambda each: (each.created_at, each.model_call_id))",
-        "own",
+        "sorted(entries, key=lambda each: (each.created_at, each.model_call_id))",
+        "list(entries)",
     ),
     "as_many_marks_are_the_same_marks": ("asked", "if at is earlier:", "if at.count == earlier.count:"),
     "only_the_last_addition_is_new": (
