@@ -13,6 +13,9 @@ import pytest
 from toprope.capture.memory_store import MemoryStore
 from toprope.capture.recorder import Recorder
 from toprope.capture.sqlite_store import SqliteStore
+from toprope.dialects.chat_request import request_from_chat
+from toprope.dialects.messages_request import request_from_messages
+from toprope.dialects.responses import request_from_responses
 from toprope.errors.tree import ConfigError
 from toprope.http.client import Client
 from toprope.servers.model.server import ModelServer
@@ -311,6 +314,81 @@ async def test_other_tools_or_another_template_setting_are_another_history(house
         await here.ask([USER, said, result], chat_template_kwargs={"enable_thinking": False})
         await here.ask([USER, said, result])
         assert here.outcomes()[1:] == ["fallback:history_not_recorded"] * 2 + ["exact"]
+
+
+SETTINGS = {
+    "effort": {"reasoning_effort": "none"},
+    "variables": {"chat_template_kwargs": {"enable_thinking": False}},
+    "template": {"chat_template": "{{ x }}"},
+    "documents": {"documents": [{"title": "a", "text": "b"}]},
+    "no tools": {"tool_choice": "none"},
+    "unknown": {"something_new": 1},
+    "media": {"mm_processor_kwargs": {"fps": 1}},
+}
+
+
+@pytest.mark.promise("MS-12")
+@pytest.mark.parametrize("name", SETTINGS)
+async def test_a_setting_that_may_shape_prompts_and_comes_or_goes_between_turns_is_another_history(house, name):
+    """Each turn's prompt was made with its own request's settings: what came before would have been another."""
+    one, two = {}, SETTINGS[name]
+    for before, after in ((one, two), (two, one), (two, two)):
+        async with house(engine=ScriptedEngine(script=["one", "two"], accepts_token_prompt=True)) as here:
+            said = await here.ask([USER], **before)
+            await here.ask([USER, said, USER], **after)
+            outcome = "exact" if before is after else "fallback:history_not_recorded"
+            assert here.outcomes()[-2:] == ["first", outcome]
+
+
+@pytest.mark.promise("MS-12")
+async def test_an_effort_that_changes_is_another_history_in_every_dialect():
+    bodies = {
+        request_from_chat: ("messages", lambda effort: {"reasoning_effort": effort}),
+        request_from_responses: ("input", lambda effort: {"reasoning": {"effort": effort}}),
+        request_from_messages: ("messages", lambda effort: {"max_tokens": 9, "output_config": {"effort": effort}}),
+    }
+    for read, (items, setting) in bodies.items():
+        roots = [Reader().conversation(read({items: [USER], **setting(each)})).root for each in ("low", "high", "low")]
+        assert roots[0] == roots[2] != roots[1]
+
+
+@pytest.mark.promise("MS-12")
+async def test_sampling_and_what_is_forced_of_a_reply_may_change_between_turns(house):
+    forced = {"tool_choice": "required", "response_format": {"type": "json_object"}}
+    turns = [
+        {**forced, "temperature": 0.1, "max_tokens": 9, "stop": ["x"], "seed": 1, "logprobs": True, "top_logprobs": 1},
+        {"temperature": 1, "frequency_penalty": 1, "metadata": {"n": 2}, "tool_choice": "auto", "user": "u"},
+        {"response_format": {"type": "text"}, "add_generation_prompt": True, "continue_final_message": False},
+    ]
+    async with house(engine=Told(script=["1", "2", "3"], accepts_token_prompt=True)) as here:
+        messages = [USER]
+        for settings in turns:
+            messages += [await here.ask(messages, **settings), USER]
+        assert here.outcomes() == ["first", "exact", "exact"]
+        assert [turn.changed for turn in here.engine.turns] == [("tool_choice", "response_format"), ()]
+        assert all(turn.dialect == "chat" and turn.body["messages"] for turn in here.engine.turns)
+
+
+@pytest.mark.promise("MS-12")
+def test_the_format_of_a_reply_is_known_by_either_of_its_names():
+    shape = {"type": "json_object"}
+    bodies = ({}, {"text": {"format": shape}}, {"response_format": shape}, {"text": {"verbosity": "low"}})
+    none, text, chat, low = [Reader().conversation(request_from_responses({"input": "1", **body})) for body in bodies]
+    assert none.root == text.root == chat.root == low.root
+    assert none.steering == low.steering == {}
+    assert text.steering == chat.steering != {}
+
+
+class Told(ScriptedEngine):
+    """Keeps the turns that it was asked to continue."""
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.turns = []
+
+    async def next_turn(self, turn):
+        self.turns.append(turn)
+        return await super().next_turn(turn)
 
 
 async def test_what_a_client_changes_of_the_models_words_is_forgiven_and_counted(house):

@@ -92,6 +92,8 @@ class NextTurn:
 
     `items` are all of the request's in prompt order, the first `tail` of them through the parent's turn; the rest is
     new, nothing of it the model's. `prompt_token_ids` (P,) and `generation_token_ids` (G,) uint32 are the parent's.
+    `dialect` and `body` are as in `EngineRequest`. `changed` names what the parent's request set otherwise of
+    `prompt_settings.STEERING`; all else that may shape a prompt is equal.
     """
 
     request: ResponsesRequest
@@ -99,6 +101,9 @@ class NextTurn:
     tail: int
     prompt_token_ids: NDArray[np.uint32]
     generation_token_ids: NDArray[np.uint32]
+    dialect: Dialect = "responses"
+    body: Mapping[str, Any] = field(default_factory=dict)
+    changed: tuple[str, ...] = ()
 
 
 class CannotContinue(Exception):

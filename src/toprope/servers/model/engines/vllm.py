@@ -26,6 +26,7 @@ from toprope.http.peer import MAX_REPLY_BYTES
 from toprope.servers.model.engines.base import Capabilities, EngineRequest, LogprobsMode, NextTurn
 from toprope.servers.model.engines.chat_endpoint import ChatEndpoint
 from toprope.servers.model.engines.openai import BaseUrls, OpenAIEngine, pin_tokens
+from toprope.servers.model.engines.prompt_settings import sent_settings
 from toprope.servers.model.engines.vllm_turns import TurnTails
 from toprope.tokens.entry import BadRecord, as_log_probs
 from toprope.wire.chat import ChatReply
@@ -92,7 +93,7 @@ class VllmEngine(OpenAIEngine):
         )
         self.max_model_len: int | None = None
         self._probe_timeout_s = probe_timeout_s
-        self._tails = TurnTails(self._tokenize, reasoning_field)
+        self._tails = TurnTails(self._tokenize, self._rendered, reasoning_field)
 
     async def start(self) -> None:
         """On return every replica returned exact ids for a tiny call, plain and streamed, all of them the same for its
@@ -121,11 +122,18 @@ class VllmEngine(OpenAIEngine):
 
         Raises `CannotContinue` where that is not certain, `EngineError` where `/tokenize` does not answer.
         """
-        return await self._tails.after(turn)
+        settings = sent_settings(turn)
+        settings["model"] = self.model or settings.get("model") or self._only_model
+        return await self._tails.after(turn, settings)
 
     async def _tokenize(self, body: dict[str, Any]) -> list[int]:
-        asked = {"model": self.model or self._only_model, **body}
-        return await self._replicas.run(None, lambda endpoint: endpoint.tokenize(asked))
+        return await self._replicas.run(None, lambda endpoint: endpoint.tokenize(body))
+
+    async def _rendered(self, body: dict[str, Any]) -> list[int]:
+        asked = {**body, "max_tokens": 1, "temperature": 0}
+        pin_tokens(asked)
+        reply = await self._replicas.run(None, lambda endpoint: self._tried(endpoint, asked))
+        return [] if reply.prompt_ids is None else reply.prompt_ids.tolist()
 
     def _pins(self, request: EngineRequest) -> bool:
         return request.want_tokens or request.prompt_token_ids is not None

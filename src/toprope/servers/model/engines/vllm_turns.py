@@ -8,6 +8,11 @@ Templates that treat the last turn apart (Qwen3's writes a thought into it, and 
 Then F is asked for twice with two texts in place of the parent's turn: what both end with follows any turn there. It
 must begin with what closes a turn, which is found the same way. Where neither holds, nothing is guessed.
 
+`/tokenize` takes fewer settings than a call does. What a template is handed of the others stands in
+`chat_template_kwargs` instead, as vLLM itself puts it there; what is not known never to shape a prompt is refused. That
+both roads end alike is not taken on trust: each set of settings is tried once on a call of one token, whose prompt ids
+must be what `/tokenize` says of it.
+
 Seen on vLLM 0.32; the route is at the server's root, beside `/v1`.
 """
 
@@ -18,36 +23,55 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from toprope.dialects.chat_history import messages_from_items
-from toprope.dialects.chat_parts import tools_to_chat
 from toprope.servers.model.engines.base import CannotContinue, NextTurn
+from toprope.servers.model.engines.prompt_settings import (
+    CARRIED,
+    NOT_CARRIED,
+    STEERING,
+    check_carried,
+    template_kwargs,
+)
+from toprope.tokens.items import value_mark
 
-Tokenize = Callable[[dict[str, Any]], Awaitable[list[int]]]
-"""A `/tokenize` body without the model -> the ids. Raises `EngineError`."""
+Prompt = Callable[[dict[str, Any]], Awaitable[list[int]]]
+"""A body -> the ids of its prompt: of `/tokenize`, or those that a call was answered with. Raises `EngineError`."""
 
 _PROBES = ("x", "yy 7")
 """Two texts that end in different tokens."""
-_TEMPLATE_FIELDS = ("chat_template", "chat_template_kwargs")
+_ASK = {"role": "user", "content": "1"}
+_TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+_STEERED: Mapping[str, Mapping[str, Any]] = {
+    "tool_choice": {"tools": [_TOOL], "tool_choice": "required"},
+    "response_format": {"response_format": {"type": "json_object"}},
+}
+"""What shows whether the template reads a setting at all."""
 _REMEMBERED = 256
 
 
 class TurnTails:
-    """Tells the ids after recorded turns of one engine; remembers what closes a turn, which is the template's."""
+    """Tells the ids after recorded turns of one engine; remembers what closes a turn, which is the template's.
 
-    def __init__(self, tokenize: Tokenize, reasoning_field: str) -> None:
+    `tokenize` is its `/tokenize`; `rendered` are the prompt ids of a call of one token.
+    """
+
+    def __init__(self, tokenize: Prompt, rendered: Prompt, reasoning_field: str) -> None:
         self._tokenize = tokenize
+        self._rendered = rendered
         self._reasoning_field = reasoning_field
         self._closings: OrderedDict[str, list[int]] = OrderedDict()
+        self._proved: OrderedDict[str, None] = OrderedDict()
 
-    async def after(self, turn: NextTurn) -> list[int]:
-        """As `ContinuesTurns.next_turn`."""
+    async def after(self, turn: NextTurn, settings: Mapping[str, Any]) -> list[int]:
+        """As `ContinuesTurns.next_turn`; `settings` are the call's Chat body without its messages."""
+        check_carried(settings, (*CARRIED, *STEERING), "/tokenize")
+        fields = _fields(settings)
         history, lost = messages_from_items(turn.items[: turn.tail], reasoning_field=self._reasoning_field)
         new, lost_too = messages_from_items(turn.items[turn.tail :], reasoning_field=self._reasoning_field)
         if lost or lost_too:
             raise CannotContinue("items_not_written", f"Chat cannot carry {', '.join((*lost, *lost_too))}")
-        fields = {name: turn.request.extra[name] for name in _TEMPLATE_FIELDS if turn.request.extra.get(name)}
-        tools, _ = tools_to_chat(turn.request.tools)
-        if tools:
-            fields["tools"] = tools
+        await self._prove(settings)
+        for name in turn.changed:
+            await self._prove({"model": settings.get("model"), **_STEERED[name]})
         closing = await self._closing(fields)
         return [
             *_unsampled(closing, turn.generation_token_ids.tolist()),
@@ -78,12 +102,11 @@ class TurnTails:
 
     async def _closing(self, fields: Mapping[str, Any]) -> list[int]:
         """What the template writes after the words of a turn: the end of the turn and what separates it."""
-        key = repr(sorted(fields.items(), key=lambda each: each[0]))
+        key = value_mark(fields)
         known = self._closings.get(key)
         if known is None:
-            ask = {"role": "user", "content": "1"}
             one, two = [
-                await self._ids([ask, {"role": "assistant", "content": text}], fields, head=False) for text in _PROBES
+                await self._ids([_ASK, {"role": "assistant", "content": text}], fields, head=False) for text in _PROBES
             ]
             known = self._closings[key] = _common_end(one, two)
             if len(self._closings) > _REMEMBERED:
@@ -92,10 +115,39 @@ class TurnTails:
             raise CannotContinue("turns_have_no_end", "the engine's template writes nothing after a turn")
         return known
 
+    async def _prove(self, settings: Mapping[str, Any]) -> None:
+        """Returns if a call with these settings is rendered as `/tokenize` is told to render it."""
+        asked = {
+            name: settings[name] for name in ("model", "tools", *CARRIED, *STEERING) if settings.get(name) is not None
+        }
+        key = value_mark(asked)
+        if key in self._proved:
+            self._proved.move_to_end(key)
+            return
+        if await self._rendered({**asked, "messages": [_ASK]}) != await self._ids([_ASK], _fields(asked), head=True):
+            named = ", ".join(sorted(asked.keys() - {"model"})) or "nothing"
+            raise CannotContinue(
+                NOT_CARRIED,
+                f"the engine renders a call that sets {named} to other ids than its /tokenize, which cannot be told "
+                "of all that its template reads",
+            )
+        self._proved[key] = None
+        if len(self._proved) > _REMEMBERED:
+            self._proved.popitem(last=False)
+
     async def _ids(self, messages: list[dict[str, Any]], fields: Mapping[str, Any], *, head: bool) -> list[int]:
         return await self._tokenize(
             {"messages": messages, **fields, "add_generation_prompt": head, "add_special_tokens": False}
         )
+
+
+def _fields(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What `/tokenize` is told of a call's settings."""
+    named, made = template_kwargs(settings)
+    fields = {name: settings[name] for name in ("model", "tools", "chat_template") if settings.get(name) is not None}
+    if named or made:
+        fields["chat_template_kwargs"] = {**named, **made}
+    return fields
 
 
 def _unsampled(closing: Sequence[int], sampled: Sequence[int]) -> list[int]:

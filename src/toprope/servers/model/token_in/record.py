@@ -47,6 +47,7 @@ class Parent:
     prompt_token_ids: NDArray[np.uint32]
     generation_token_ids: NDArray[np.uint32]
     forgiven: Counter[str]
+    steering: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +57,7 @@ class _Recorded:
     call_id: str
     position: int
     segments: tuple[Segment, ...]
+    steering: Mapping[str, str]
 
 
 class _Rollout:
@@ -99,7 +101,7 @@ class Conversations:
             if alike:
                 raise CannotContinue(EDITED, "the model's own words are not those that were recorded")
             raise CannotContinue(
-                NOT_RECORDED, "no recorded call has this history: what others said, or the tools, differ"
+                NOT_RECORDED, "no recorded call has this history: what others said, the tools or a setting differ"
             )
         return await self._chosen(key, fitting, said.segments[-1].ids)
 
@@ -112,7 +114,7 @@ class Conversations:
         for each, counts in sorted(fitting, key=lambda one: one[0].call_id):
             if counts.total() == least:
                 prompt, generation = await self._ids_of(key, each)
-                found.append(Parent(each.call_id, prompt, generation, counts))
+                found.append(Parent(each.call_id, prompt, generation, counts, each.steering))
         first = found[0]
         for other in found[1:]:
             same = np.array_equal(other.prompt_token_ids, first.prompt_token_ids)
@@ -141,13 +143,14 @@ class Conversations:
     def _index(self, rollout: _Rollout, entry: TokenEntry, note: Mapping[str, Any], position: int) -> None:
         try:
             before = rollout.by_id[note["after"]].segments if "after" in note else _segments(note)
-            skeleton = str(note["skeleton"])
+            skeleton, steering = str(note["skeleton"]), dict(note.get("steering", {}))
         except (KeyError, TypeError, ValueError):
             return  # written by another version, or after a call that is not here: it is nobody's parent
         call = _Recorded(
             call_id=entry.model_call_id,
             position=position,
             segments=(*before, segment_of(entry.output_items)),
+            steering=steering,
         )
         rollout.by_id[call.call_id] = call
         if len(entry.generation_token_ids) and not entry.media:

@@ -17,10 +17,11 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from toprope.dialects.pivot import request_items
+from toprope.servers.model.engines.prompt_settings import shaping
 from toprope.tokens.items import TOOL_RESULTS, content_of, item_digests, value_mark
 from toprope.tokens.sent import SentItems
 from toprope.wire.responses import Item, ResponsesRequest
@@ -29,16 +30,6 @@ DROPPED_THINKING = "dropped_thinking"
 ARGUMENT_SPELLING = "argument_spelling"
 RECHUNKED_TEXT = "rechunked_text"
 
-SHAPES_THE_PROMPT = (
-    "chat_template",
-    "chat_template_kwargs",
-    "documents",
-    "mm_processor_kwargs",
-    "reasoning",
-    "reasoning_effort",
-    "thinking",
-)
-"""Fields of a request, beside its items and tools, that templates of engines read."""
 _NOT_SAID = frozenset(("id", "status", "cache_control"))
 """Fields of an item that are no part of what it says."""
 _EMPTY: tuple[object, ...] = ("", [], {})
@@ -73,13 +64,15 @@ class Conversation:
     """A request as alternating blocks of others' words and segments of the model's.
 
     `blocks` has one entry more than `segments`; the first and the last may be empty. `root` stands for all that shapes
-    the prompt beside the items. `tail` is the index of the first item after the last segment.
+    the prompt beside the items. `tail` is the index of the first item after the last segment. `steering` are the marks
+    of what was set of `prompt_settings.STEERING`, which shapes the prompts of few engines and changes between turns.
     """
 
     root: str
     blocks: tuple[tuple[str, ...], ...]
     segments: tuple[Segment, ...]
     tail: int
+    steering: Mapping[str, str] = field(default_factory=dict)
 
     def skeleton(self, segments: int) -> str:
         """What others said before the model's segment of that index (0-based), and where the model spoke."""
@@ -95,7 +88,8 @@ class Reader:
 
     def conversation(self, request: ResponsesRequest) -> Conversation:
         """The request's conversation."""
-        return _arranged(_root(request), self._read(request_items(request)))
+        said = _arranged(_root(request), self._read(request_items(request)))
+        return replace(said, steering=_steering(request))
 
     def _read(self, items: tuple[Item, ...]) -> list[tuple[bool, Any]]:
         begun, known = SentItems(), list[tuple[bool, Any]]()
@@ -265,9 +259,18 @@ def _parts(content: Any, *, whole: bool = False) -> list[Any]:
 
 
 def _root(request: ResponsesRequest) -> str:
-    shapes = {name: request.extra[name] for name in SHAPES_THE_PROMPT if request.extra.get(name) is not None}
+    shapes = shaping(request.extra, ("response_format",))
     tools = [_present(tool) for tool in request.tools]
     return value_mark([tools, request.model, request.tool_choice == "none", shapes])
+
+
+def _steering(request: ResponsesRequest) -> dict[str, str]:
+    text = request.extra.get("text")
+    shape = (text.get("format") if isinstance(text, Mapping) else None) or request.extra.get("response_format")
+    plain = isinstance(shape, Mapping) and shape.get("type") == "text"
+    choice = None if request.tool_choice == "auto" else request.tool_choice
+    told = {"tool_choice": choice, "response_format": None if plain else shape}
+    return {name: value_mark(value) for name, value in told.items() if value is not None}
 
 
 def _short(text: str) -> str:

@@ -30,6 +30,7 @@ from toprope.servers.model.engines.base import (
     EngineReply,
     NextTurn,
 )
+from toprope.servers.model.engines.prompt_settings import STEERING
 from toprope.servers.model.token_in.record import Conversations
 from toprope.servers.model.token_in.said import Conversation
 
@@ -95,7 +96,7 @@ class TokenIn:
             return None
         said = conversations.reader(call.rollout_id).conversation(call.request)
         if not said.segments:
-            return Supply(FIRST, {"skeleton": said.skeleton(0)})
+            return Supply(FIRST, _known_by(said))
         try:
             return await self._continued(call, call.rollout_id, said)
         except CannotContinue as why:
@@ -106,15 +107,16 @@ class TokenIn:
     async def _continued(self, call: ModelCall, key: str, said: Conversation) -> Supply:
         assert self._renderer is not None
         assert self._conversations is not None
-        parent = await self._conversations.parent_of(key, said)
+        items = request_items(call.request)
+        prefilled = _prefilled(call, ends_with_the_models=said.tail == len(items))
+        try:
+            parent = await self._conversations.parent_of(key, said)
+        except CannotContinue as why:
+            raise prefilled or why from why
         if parent is None:  # turns that were shown to the model, not sampled by it
             return Supply(FIRST, _stated(said))
-        items = request_items(call.request)
-        if said.tail == len(items):
-            raise CannotContinue("prefilled", "the request ends with words of the model's")
-        for name in ("continue_final_message", "add_generation_prompt"):
-            if call.request.extra.get(name) not in (None, name == "add_generation_prompt"):
-                raise CannotContinue("prefilled", f"{name} is set")
+        if prefilled is not None:
+            raise prefilled
         if call.media:
             raise CannotContinue("media", "the conversation holds images, sound or files, which are not ids alone")
         turn = NextTurn(
@@ -123,10 +125,13 @@ class TokenIn:
             tail=said.tail,
             prompt_token_ids=parent.prompt_token_ids,
             generation_token_ids=parent.generation_token_ids,
+            dialect=call.dialect,
+            body=call.body,
+            changed=tuple(name for name in STEERING if parent.steering.get(name) != said.steering.get(name)),
         )
         tail = np.asarray(await self._renderer.next_turn(turn), dtype=np.uint32)
         counts = dict(parent.forgiven)
-        note = {"skeleton": said.skeleton(len(said.segments)), "after": parent.call_id, "forgiven": counts}
+        note = {**_known_by(said), "after": parent.call_id, "forgiven": counts}
         ids = np.concatenate([parent.prompt_token_ids, parent.generation_token_ids, tail])
         return Supply(EXACT, note, ids, parent.call_id, counts)
 
@@ -134,7 +139,8 @@ class TokenIn:
         if self._mode == "required":
             raise RefusedError(
                 f"{self._server}: token_in is required, and this call cannot be built from recorded ids: {why} "
-                f"({why.reason}). Send the history as it was, or set `token_in: auto`.",
+                f"({why.reason}). Send the history and the settings as they were, and none that is not carried, or "
+                "set `token_in: auto`.",
                 status=422,
             )
         if why.reason not in self._said:
@@ -171,8 +177,20 @@ def obeyed(made: EngineReply, supply: Supply | None) -> EngineReply:
     return replace(made, token_fault=fault)
 
 
+def _prefilled(call: ModelCall, *, ends_with_the_models: bool) -> CannotContinue | None:
+    """Why the prompt is not to end with the head of a new turn, where it is not."""
+    if ends_with_the_models:
+        return CannotContinue("prefilled", "the request ends with words of the model's")
+    for name in ("continue_final_message", "add_generation_prompt"):
+        if call.request.extra.get(name) not in (None, name == "add_generation_prompt"):
+            return CannotContinue("prefilled", f"{name} is set")
+    return None
+
+
 def _stated(said: Conversation) -> dict[str, Any]:
-    return {
-        "skeleton": said.skeleton(len(said.segments)),
-        "segments": [segment.as_json() for segment in said.segments],
-    }
+    return {**_known_by(said), "segments": [segment.as_json() for segment in said.segments]}
+
+
+def _known_by(said: Conversation) -> dict[str, Any]:
+    steering = {"steering": dict(said.steering)} if said.steering else {}
+    return {"skeleton": said.skeleton(len(said.segments)), **steering}
