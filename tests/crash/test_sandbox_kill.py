@@ -124,7 +124,7 @@ class Stage:
         return processes_with(self.marker)
 
     def until(self, held: Callable[[], bool], what: str) -> None:
-        end = time.monotonic() + 90
+        end = time.monotonic() + 180
         while not held():
             assert time.monotonic() < end, f"{what}; inside {self.inside()}, leases {self.ids()}"
             time.sleep(0.02)
@@ -200,7 +200,7 @@ def test_the_borrower_is_killed(stage: Stage) -> None:
 
 
 def test_the_run_is_killed(stage: Stage) -> None:
-    three_processes(stage, episode_timeout_s=4, verify_timeout_s=1, cleanup_timeout_s=2)
+    three_processes(stage, episode_timeout_s=30, verify_timeout_s=1, cleanup_timeout_s=2)  # the programs start in it
     stage.kill("run")
     stage.until(stage.gone, "sandboxes of a killed run outlive its lease and a sweep")
     assert stage.ledger("released") == stage.ledger("seeded")

@@ -24,7 +24,16 @@ from toprope.sandbox.execute import WATCH_S
 from toprope.sandbox.gate import check_url
 from toprope.sandbox.handles import free_groups, group_name
 from toprope.sandbox.leases import Lease, LeaseDirectory, LeaseHome, read_descriptor
-from toprope.sandbox.spec import WORKDIR, Aspect, Enforcement, Report, SandboxBusy, SandboxSpec, SandboxUnavailable
+from toprope.sandbox.spec import (
+    WORKDIR,
+    Aspect,
+    Enforcement,
+    Report,
+    SandboxBusy,
+    SandboxLost,
+    SandboxSpec,
+    SandboxUnavailable,
+)
 
 _FILES = {
     "passwd": f"sandbox:x:{commands.USER}:{commands.USER}:sandbox:{WORKDIR}:/bin/sh\n"
@@ -85,7 +94,7 @@ class Bubblewrap:
 
     async def reap(self) -> tuple[str, ...]:
         """See `SandboxProvider.reap`."""
-        return await asyncio.to_thread(reap, self._leases.path)
+        return await asyncio.to_thread(self._leases.reap, self.kind, _free)
 
     def _make(self, spec: SandboxSpec, host: Host) -> BubblewrapSandbox:
         for tree in spec.read_only:
@@ -100,16 +109,16 @@ class Bubblewrap:
             lambda sandbox_id: {"cgroups": [str(path / group_name(sandbox_id)) for path in parents]},
         )
         try:
-            texts = {"inside.py": Path(inside.__file__).read_text("utf-8"), **_FILES}
-            for name, text in texts.items():
-                (home.inside / name).write_text(text)
-                (home.inside / name).chmod(0o644)
-            home.inside.chmod(0o755)
-            if host.user is not None:
-                os.chown(home.work, host.user, host.user)
-            if isinstance(host.groups, cgroups.Place):
-                cgroups.Group(host.groups, group_name(home.lease.sandbox_id)).make(spec.limits)
-            home.require()  # one that was reaped while it was made would leave its group behind
+            with home.making():
+                texts = {"inside.py": Path(inside.__file__).read_text("utf-8"), **_FILES}
+                for name, text in texts.items():
+                    (home.inside / name).write_text(text)
+                    (home.inside / name).chmod(0o644)
+                home.inside.chmod(0o755)
+                if host.user is not None:
+                    os.chown(home.work, host.user, host.user)
+                if isinstance(host.groups, cgroups.Place):
+                    cgroups.Group(host.groups, group_name(home.lease.sandbox_id)).make(spec.limits)
         except BaseException:
             self._release(home)
             raise
@@ -150,7 +159,7 @@ class Bubblewrap:
                 await trial.stop()
             if done.exit != 7:
                 failure = f"a trial run gave {done.exit} ({done.killed_by}): {done.stderr.text.strip()[-300:]}"
-        except (SandboxUnavailable, OSError) as error:
+        except (SandboxUnavailable, SandboxLost, OSError) as error:
             failure = f"a trial sandbox failed: {error}"
         return (host if failure is None else None), _report(groups, failure, self._user)
 

@@ -89,27 +89,28 @@ class Group:
         return tuple(dict.fromkeys((self.memory, self.pids, self.cpu)))
 
     def make(self, limits: Limits) -> None:
-        """On return the groups exist and hold `limits`."""
+        """On return the groups exist and hold `limits`. Raises `FileNotFoundError` if they are removed meanwhile."""
         for path in self.paths:
             path.mkdir(exist_ok=True)
-        (self.pids / "pids.max").write_text(str(limits.processes + OVERHEAD_PROCESSES))
+        _write(self.pids / "pids.max", str(limits.processes + OVERHEAD_PROCESSES))
         if self.place.version == 1:
-            (self.memory / "memory.limit_in_bytes").write_text(str(limits.memory_bytes))
+            _write(self.memory / "memory.limit_in_bytes", str(limits.memory_bytes))
             swap = self.memory / "memory.memsw.limit_in_bytes"
             if swap.exists():
-                swap.write_text(str(limits.memory_bytes))
+                _write(swap, str(limits.memory_bytes))
         else:
-            (self.memory / "memory.max").write_text(str(limits.memory_bytes))
+            _write(self.memory / "memory.max", str(limits.memory_bytes))
             swap = self.memory / "memory.swap.max"
             if swap.exists():
-                swap.write_text("0")
+                _write(swap, "0")
 
     def run(self) -> Run:
-        """A group for one more run."""
+        """A group for one more run. Raises `FileNotFoundError` when the sandbox's is gone, or just going."""
         name = f"run-{secrets.token_hex(4)}"
         groups = (self.pids / name,) if self.place.version == 2 else (self.pids / name, self.cpu / name)
         for group in groups:
-            group.mkdir()
+            with _gone_is_absent(group):
+                group.mkdir()
         joins = groups if self.place.version == 2 else (*groups, self.memory)
         return Run(self.place, groups, tuple(path / "cgroup.procs" for path in joins))
 
@@ -279,6 +280,11 @@ def _read(file: Path) -> str:
         return file.read_text()
 
 
+def _write(file: Path, text: str) -> None:
+    with _gone_is_absent(file):
+        file.write_text(text)
+
+
 def _field(file: Path, name: str) -> int:
     for line in _read(file).splitlines():
         key, _, value = line.partition(" ")
@@ -291,8 +297,7 @@ def _kill(group: Path) -> None:
     switch = group / "cgroup.kill"
     try:
         if switch.exists():
-            with _gone_is_absent(switch):
-                switch.write_text("1")
+            _write(switch, "1")
             return
         for _ in range(50):  # a fork bomb forks while we read; `remove` comes again
             pids = [int(line) for line in _read(group / "cgroup.procs").split()]

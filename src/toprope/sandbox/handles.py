@@ -61,21 +61,22 @@ class ProcessHandle:
 
     async def write_file(self, path: str, data: bytes, *, executable: bool = False) -> None:
         """See `BorrowedSandbox.write_file`."""
-        self._runs.require()
-        await asyncio.to_thread(
-            workdir.write,
-            self._home.work,
-            path,
-            data,
-            owner=self._file_owner,
-            executable=executable,
-            workdir=self.workdir,
-        )
+        with self._runs.using():
+            await asyncio.to_thread(
+                workdir.write,
+                self._home.work,
+                path,
+                data,
+                owner=self._file_owner,
+                executable=executable,
+                workdir=self.workdir,
+            )
 
     async def read_file(self, path: str, *, limit: int = MAX_FILE_BYTES) -> bytes:
         """See `BorrowedSandbox.read_file`."""
-        self._runs.require()
-        return await asyncio.to_thread(workdir.read, self._home.work, path, limit, workdir=self.workdir)
+        with self._runs.using():
+            return await asyncio.to_thread(workdir.read, self._home.work, path, limit, workdir=self.workdir)
+        raise AssertionError("unreachable")
 
     def gate(self, model_url: str, *, keys: GateKeys | None = None) -> Gate:
         """See `BorrowedSandbox.gate`."""
@@ -96,8 +97,8 @@ class ProcessHandle:
     ) -> Completed:
         """See `BorrowedSandbox.run`."""
         check_run(argv, env)
-        self._runs.require()
         async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(self._runs.using())
             if gate is None and (url := model_url or self._spec.model_url) is not None:
                 gate = await stack.enter_async_context(self.gate(url))
             limits = self._spec.limits

@@ -1,6 +1,6 @@
 """Leases: what exists, whose it is and until when, written down before anything is started.
 
-    DIR/.lock                  between the processes that create and reap
+    DIR/.lock                  between those who reap
     DIR/<sandbox id>/lease.json    the lease: owner, deadline, what to release, the digest of the borrower's token
                     /ended         the owner stopped it, or it was reaped: every runner kills its run and starts none
                     /runs/<run>    the process of each run, whoever started it
@@ -20,7 +20,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,10 +87,21 @@ class LeaseHome:
             return "stop"
         return "lease" if self.lease.over() else None
 
-    def require(self) -> None:
-        """Raise `SandboxLost` if somebody has removed the lease."""
-        if not (self.path / "lease.json").exists():
-            raise SandboxLost(f"sandbox {self.lease.sandbox_id} was reaped while it was made")
+    @contextmanager
+    def making(self) -> Iterator[None]:
+        """Around whatever is made for it. Raises `SandboxLost` where somebody reaped it meanwhile, be it that this went
+        unnoticed (what was made after the reaper's look would be left behind) or that it broke something."""
+        try:
+            yield
+        except Exception as error:
+            if self.end_reason() == "stop":
+                raise self._reaped() from error
+            raise
+        if self.end_reason() == "stop":
+            raise self._reaped()
+
+    def _reaped(self) -> SandboxLost:
+        return SandboxLost(f"sandbox {self.lease.sandbox_id} was reaped while it was made")
 
     def register_run(self, pid: int) -> Path | None:
         """Write down the process of a run, so that who ends the sandbox ends it too; None if it has ended already."""
@@ -105,10 +117,9 @@ class LeaseHome:
 
     def forbid(self) -> None:
         """On return no run starts any more, and every runner is about to kill its own."""
-        try:
-            (self.path / "ended").touch()
-        except FileNotFoundError:
-            pass  # gone already
+        if (self.path / "lease.json").exists():  # without it nothing starts, and somebody is just removing the rest
+            with suppress(FileNotFoundError):
+                (self.path / "ended").touch()
 
     def end(self) -> None:
         """On return no run starts any more, and the processes of those that were written down are killed."""
@@ -121,7 +132,7 @@ class LeaseHome:
         for run in runs:
             try:
                 found.append(msgspec.json.decode(run.read_bytes(), type=ProcessId))
-            except (OSError, msgspec.DecodeError):
+            except (FileNotFoundError, msgspec.DecodeError):
                 continue  # it ended meanwhile, or its runner died while writing: then it died with the runner
         end = time.monotonic() + _SOFT_S
         hard = False
@@ -143,11 +154,10 @@ class LeaseHome:
 
 
 class LeaseDirectory:
-    """All leases of one directory. Its methods block (files, a lock between processes)."""
+    """All leases of one directory. Its methods block (files, a lock between processes). It holds nothing open."""
 
     def __init__(self, path: Path) -> None:
         self.path = Path(path)
-        self._lock = FileLock(self.path / ".lock")
         self._reaped: float | None = None
 
     def open(
@@ -222,7 +232,8 @@ class LeaseDirectory:
             )
 
     def release(self, home: LeaseHome, free: Callable[[Lease], None]) -> None:
-        """On return nothing of the sandbox is left. `free` gives back what its kind holds; again is harmless."""
+        """On return nothing of the sandbox is left. `free` gives back what its kind holds; again is harmless, also at
+        the same time: a reaper may release what its owner is stopping."""
         home.end()
         free(home.lease)
         remove_tree(home.path)
@@ -247,7 +258,7 @@ class LeaseDirectory:
         self._require_ours()
         reaped: list[str] = []
         failure: Exception | None = None
-        with self._lock.held():
+        with closing(FileLock(self.path / ".lock")) as lock, lock.held():
             for path in sorted(self.path.iterdir()):
                 try:
                     if self._reap_one(path, kind, free):

@@ -75,7 +75,7 @@ class PlainDirectory:
 
     async def reap(self) -> tuple[str, ...]:
         """See `SandboxProvider.reap`."""
-        return await asyncio.to_thread(reap, self._leases.path)
+        return await asyncio.to_thread(self._leases.reap, self.kind, _free)
 
     def _make(self, spec: SandboxSpec) -> PlainSandbox:
         self._leases.reap_if_due(self.kind, _free)
@@ -88,10 +88,10 @@ class PlainDirectory:
             lambda sandbox_id: {"cgroups": [str(path / group_name(sandbox_id)) for path in parents]},
         )
         try:
-            (home.work / _TEMPORARY).mkdir(mode=0o700)
-            if isinstance(place, cgroups.Place):
-                cgroups.Group(place, group_name(home.lease.sandbox_id)).make(spec.limits)
-            home.require()  # one that was reaped while it was made would leave its group behind
+            with home.making():
+                (home.work / _TEMPORARY).mkdir(mode=0o700)
+                if isinstance(place, cgroups.Place):
+                    cgroups.Group(place, group_name(home.lease.sandbox_id)).make(spec.limits)
         except BaseException:
             self._release(home)
             raise

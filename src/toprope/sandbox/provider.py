@@ -73,7 +73,8 @@ class BorrowedSandbox(Protocol):
     async def read_file(self, path: str, *, limit: int = MAX_FILE_BYTES) -> bytes:
         """The content of a regular file of the work directory.
 
-        Raises `FileNotFoundError`, `OutsideWorkdir` (no link is followed), `FileTooLarge` beyond `limit` bytes.
+        Raises `FileNotFoundError`, `OutsideWorkdir` (no link is followed), `FileTooLarge` beyond `limit` bytes;
+        `SandboxLost`, and never one of these, where the sandbox went away meanwhile.
         """
 
     async def disconnect(self) -> None:
@@ -101,7 +102,10 @@ class SandboxProvider(Protocol):
         """What its sandboxes hold back and by which mechanism, found by trying, once. Every `Aspect` has a line."""
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
-        """On return the sandbox exists under a lease of this process. Raises `SandboxUnavailable`."""
+        """On return the sandbox exists under a lease of this process.
+
+        Raises `SandboxUnavailable`, and `SandboxLost` for one that was reaped while it was made.
+        """
 
     async def attach(self, descriptor: Mapping[str, Any]) -> BorrowedSandbox:
         """Borrow. Raises `SandboxLost` for one that is gone, `Forbidden` for a descriptor that does not fit it."""

@@ -6,7 +6,8 @@ Shared by every kind of sandbox. Left to others: what a run does, and how it die
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +29,20 @@ class Runs:
             raise SandboxLost(f"sandbox {self._sandbox_id}: this handle was let go")
         if (reason := self._ended()) is not None:
             raise SandboxLost(f"sandbox {self._sandbox_id} is gone ({reason})")
+
+    @contextmanager
+    def using(self) -> Iterator[None]:
+        """Around whatever touches the sandbox. Raises as `require`, and `SandboxLost` in the place of any error in a
+        sandbox that went away meanwhile: "no such file" would be said of the program that should have written it."""
+        self.require()
+        try:
+            yield
+        except SandboxLost:
+            raise
+        except Exception as error:
+            if (reason := self._ended()) is not None:
+                raise SandboxLost(f"sandbox {self._sandbox_id} went away meanwhile ({reason})") from error
+            raise
 
     async def track(self, work: Coroutine[Any, Any, Completed]) -> Completed:
         """The result of `work`, which is cancelled, once and to its end, if the caller is or the handle is let go.

@@ -22,6 +22,7 @@ from toprope.storage.atomic import write_all
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _BATCH = 4096  # entries read before they are removed: a directory that changes while it is read may skip some
 _WHOLE = None
+_AGAIN = 100  # each time for an entry that came in meanwhile, of which every other remover or writer makes a few
 _LINK_ERRORS = (errno.ELOOP, errno.ENOTDIR, errno.ENXIO, errno.EISDIR)
 
 
@@ -85,14 +86,26 @@ def write(
 def remove_tree(path: Path) -> None:
     """On return nothing is left of `path`, however deep its directories are nested and whatever modes they have.
 
-    Only for a tree in which nothing runs any more. Directories below others are moved up to the top, one after the
-    other, so that neither calls, names nor open handles nest. Files at the top go last: whoever is killed while it
-    removes a sandbox leaves the lease, and the next one goes on.
+    Only for a tree in which nothing runs any more. Others may remove it too, and what they make in it meanwhile (the
+    mark that a sandbox is ended, a file whose writing had begun) goes as well. Files at the top go last: whoever is
+    killed while it removes a sandbox leaves the lease, and the next one goes on.
     """
-    try:
-        top = _open_for_removal(path, None)
-    except FileNotFoundError:
-        return
+    for again in range(_AGAIN, -1, -1):
+        try:
+            _empty_tree(path)
+            os.rmdir(path)
+            return
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or not again:
+                raise
+
+
+def _empty_tree(path: Path) -> None:
+    """On return everything is gone that was in the directory. Directories below others are moved up to the top, one
+    after the other, so that neither calls, names nor open handles nest."""
+    top = _open_for_removal(path, None)
     try:
         mark, number = secrets.token_hex(8), 0
         while pending := [name for name, nested in _entries(top, _WHOLE) if nested]:
@@ -105,13 +118,11 @@ def remove_tree(path: Path) -> None:
                 os.unlink(name, dir_fd=top)
     finally:
         os.close(top)
-    with suppress(FileNotFoundError):
-        os.rmdir(path)
 
 
 def _empty(top: int, name: str, mark: str) -> list[str]:
     """On return the directory `name` of `top` is gone, and those that were in it are in `top` under the names that
-    are returned. What another remover takes meanwhile is gone too."""
+    are returned. What another remover takes meanwhile is gone too. Raises ENOTEMPTY for what comes in meanwhile."""
     moved: list[str] = []
     try:
         handle = _open_for_removal(name, top)

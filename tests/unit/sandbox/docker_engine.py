@@ -53,6 +53,8 @@ class Engine:
         self.containers: dict[str, Container] = {}
         self.execs: dict[str, dict[str, Any]] = {}
         self.calls: list[str] = []
+        self.leaving: set[str] = set()
+        """Containers that somebody else is removing."""
         self.facts = {"ServerVersion": "stand-in", "MemoryLimit": True, "PidsLimit": True}
         self.url = ""
 
@@ -121,6 +123,9 @@ class Engine:
     async def remove(self, request: web.Request) -> web.Response:
         container = self._container(request)
         container.kill()
+        if container.name in self.leaving:
+            message = f"removal of container {container.name} is already in progress"
+            raise web.HTTPConflict(text=json.dumps({"message": message}))
         del self.containers[container.name]
         for process in tuple(container.execs):  # an exec that ends leaves the set meanwhile
             await process.wait()
@@ -180,6 +185,8 @@ class Engine:
             stderr=asyncio.subprocess.PIPE,
         )
         container.execs.add(process)
+        if not container.running:  # killed while the process was made, when there was nothing to kill yet
+            process.kill()
         out = request.transport
         assert out is not None
         out.write(b"HTTP/1.1 101 UPGRADED\r\nContent-Type: application/vnd.docker.raw-stream\r\n")

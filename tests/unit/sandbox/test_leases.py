@@ -9,8 +9,10 @@ import json
 import os
 import select
 import shutil
+import stat
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from toprope.sandbox.plain import reap as reap_plain
 from toprope.sandbox.provider import reaping
 from toprope.sandbox.spec import Limits, SandboxBusy, SandboxLost, SandboxSpec, SandboxUnavailable
 from toprope.sandbox.workdir import remove_tree
+from toprope.storage.atomic import replace_file
 
 pytestmark = pytest.mark.promise("EP-14")
 
@@ -290,7 +293,10 @@ async def test_a_sandbox_that_is_reaped_while_it_is_made_leaves_no_group(
 async def test_a_process_that_lives_long_reaps_as_it_goes(tmp_path: Path) -> None:
     provider = PlainDirectory(tmp_path)
     async with reaping(provider, every_s=0.001):
-        sandbox = await provider.create(SandboxSpec(lease_s=0.01))
+        sandbox = await provider.create(SandboxSpec(lease_s=300))
+        lease = tmp_path / sandbox.sandbox_id / "lease.json"
+        written = msgspec.json.decode(lease.read_bytes())
+        replace_file(lease, msgspec.json.encode({**written, "deadline": 1.0}))
         while sandbox.sandbox_id in await asyncio.to_thread(left_in, tmp_path):
             pass
     with pytest.raises(SandboxLost):
@@ -337,10 +343,42 @@ def test_an_owner_is_one_process_of_one_boot() -> None:
     assert identify(10**8) is None
 
 
-def test_a_lease_directory_that_others_can_write_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o777)
-    with pytest.raises(ConfigError, match="0700"):
-        LeaseDirectory(tmp_path).open("directory", "directory", SandboxSpec(), lambda sandbox_id: {})
+def refused(leases: Path) -> None:
+    directory = LeaseDirectory(leases)
+    uses: list[Callable[[], object]] = [
+        lambda: directory.open("directory", "directory", SandboxSpec(), lambda sandbox_id: {}),
+        lambda: directory.reap("directory", lambda lease: None),
+        directory.leases,
+    ]
+    for use in uses:
+        with pytest.raises(ConfigError, match="0700"):
+            use()
+
+
+@pytest.mark.parametrize("mode", [0o702, 0o720])
+def test_a_lease_directory_that_others_can_write_is_refused(mode: int, tmp_path: Path) -> None:
+    tmp_path.chmod(mode)
+    refused(tmp_path)
+
+
+def test_a_link_of_somebody_else_in_the_place_of_a_lease_directory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leads to a directory of ours, which is still not the one that we chose."""
+    link = tmp_path / "leases"
+    (tmp_path / "ours").mkdir(mode=0o700)
+    link.symlink_to(tmp_path / "ours")
+    LeaseDirectory(link).reap("directory", lambda lease: None)
+    lstat = os.lstat
+
+    def of_another(path: Any, **named: Any) -> os.stat_result:  # only root could give it away
+        facts = list(lstat(path, **named))
+        if str(path) == str(link):
+            facts[stat.ST_UID] += 1
+        return os.stat_result(facts)
+
+    monkeypatch.setattr(os, "lstat", of_another)
+    refused(link)
 
 
 async def test_without_the_program_nothing_is_claimed_and_the_reason_is_said(tmp_path: Path) -> None:

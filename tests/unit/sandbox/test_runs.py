@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from toprope.sandbox.runs import Runs
-from toprope.sandbox.spec import Completed, Kept
+from toprope.sandbox.spec import Completed, Kept, SandboxLost
 
 
 def completed(status: int | None, killed_by: str | None = None) -> Completed:
@@ -43,3 +43,49 @@ async def test_what_ended_for_a_reason_of_its_own_keeps_it(ended: str | None, do
         return done
 
     assert await Runs("s", lambda: ended).track(run()) == done
+
+
+@pytest.mark.promise("EP-14")
+async def test_who_lets_go_waits_until_its_runs_have_ended() -> None:
+    began, cleaned_up = asyncio.Event(), asyncio.Event()
+    ended: list[str] = []
+
+    async def run() -> Completed:
+        try:
+            began.set()
+            await asyncio.Event().wait()
+        finally:
+            await cleaned_up.wait()
+            ended.append("the run")
+        raise AssertionError("unreachable")
+
+    runs = Runs("s", lambda: None)
+    running = asyncio.ensure_future(runs.track(run()))
+    await began.wait()
+    letting_go = asyncio.ensure_future(runs.let_go())
+    letting_go.add_done_callback(lambda _: ended.append("letting go"))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert ended == []
+    cleaned_up.set()
+    await letting_go
+    with pytest.raises(SandboxLost, match="let go"):
+        await running
+    assert ended == ["the run", "letting go"]
+
+
+@pytest.mark.promise("EP-14")
+@pytest.mark.parametrize(
+    ("ended", "raised"), [(None, FileNotFoundError), ("stop", SandboxLost), ("lease", SandboxLost)]
+)
+def test_what_fails_in_a_sandbox_that_went_away_is_the_loss(ended: str | None, raised: type[Exception]) -> None:
+    gone: list[str] = []
+    runs = Runs("s", lambda: ended if gone else None)
+
+    def use() -> None:
+        with runs.using():
+            gone.append("now")
+            raise FileNotFoundError("answer")
+
+    with pytest.raises(raised):
+        use()
