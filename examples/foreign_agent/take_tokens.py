@@ -8,8 +8,10 @@ harmless: build, write the row, sync it, and only then let go of the evidence.
 
 import asyncio
 import json
+import math
 import os
 import sys
+from typing import BinaryIO
 
 import toprope
 
@@ -34,11 +36,34 @@ async def take(directory: str, out: str, rewards: dict[str, float]) -> None:
 
 
 def append(out: str, row: dict) -> None:
-    """The row is on the disk when this returns."""
-    with open(out, "a", encoding="utf-8") as file:
-        file.write(json.dumps(row) + "\n")
+    """The row is on the disk when this returns, on a line of its own."""
+    with open(out, "a+b") as file:
+        end_last_line(file)
+        file.write(json.dumps(row).encode() + b"\n")
         file.flush()
         os.fsync(file.fileno())
+    directory = os.open(os.path.dirname(os.path.abspath(out)), os.O_RDONLY)
+    try:
+        os.fsync(directory)  # a new file's name is on the disk only with its directory
+    finally:
+        os.close(directory)
+
+
+def end_last_line(file: BinaryIO) -> None:
+    """Cut off a row that a crash left half written. Its evidence was not let go of: it comes out again when asked."""
+    at, rest = file.seek(0, os.SEEK_END), b""
+    while at > 0 and b"\n" not in rest:
+        size = min(at, 65536)
+        at -= size
+        file.seek(at)
+        rest = file.read(size) + rest
+    torn = rest.rpartition(b"\n")[2]
+    if torn:
+        try:
+            json.loads(torn)
+            file.write(b"\n")  # it is whole, only its end is missing
+        except ValueError:
+            file.truncate(file.seek(0, os.SEEK_END) - len(torn))
 
 
 def show(key: str, row: dict) -> None:
@@ -50,8 +75,18 @@ def show(key: str, row: dict) -> None:
     print("  logprobs ", *logprobs)
 
 
+def reward_of(argument: str) -> tuple[str, float]:
+    key, _, reward = argument.rpartition("=")
+    try:
+        value = float(reward)
+    except ValueError:
+        value = math.nan
+    if not key or not math.isfinite(value):
+        sys.exit(f"{argument!r} is not KEY=REWARD with a finite number\n\n{__doc__}")
+    return key, value
+
+
 if __name__ == "__main__":
-    if len(sys.argv) < 4 or not all("=" in argument for argument in sys.argv[3:]):
+    if len(sys.argv) < 4:
         sys.exit(__doc__)
-    given = [argument.rpartition("=") for argument in sys.argv[3:]]
-    asyncio.run(take(sys.argv[1], sys.argv[2], {key: float(reward) for key, _, reward in given}))
+    asyncio.run(take(sys.argv[1], sys.argv[2], dict(map(reward_of, sys.argv[3:]))))

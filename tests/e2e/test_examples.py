@@ -170,12 +170,14 @@ message = {"type": "message", "role": "assistant",
 async def main():
     out = {}
     async with toprope.open_store("served") as store:
-        for name, response in {
-            "nothing": {"output": []},
-            "its reply's id": {"id": answer.id},
-            "its words": {"output": [message]},
+        (call,) = [e.model_call_id for e in await store.open_entries(key) if e.response_id == answer.id]
+        for name, told in {
+            "nothing": {"response": {"output": []}},
+            "its reply's id": {"response": {"id": answer.id}},
+            "its call": {"response": {"output": []}, "_ng_terminal_model_call_id": call},
+            "its words": {"response": {"output": [message]}},
         }.items():
-            built = await toprope.finalize_rollout_token_capture({"_ng_rollout_id": key, "response": response}, store)
+            built = await toprope.finalize_rollout_token_capture({"_ng_rollout_id": key, **told}, store)
             items = (built["rebuilt_response"] or {}).get("output") or []
             out[name] = [built["metrics"]["mask_reasons"], [i["content"][0]["text"] for i in items]]
         built = await toprope.finalize_rollout_token_capture(
@@ -198,7 +200,7 @@ def test_two_conversations_mask_until_the_row_says_which_one_counts(tmp_path: Pa
     reasons, delivered = found["nothing"]
     assert "several_chains" in reasons
     assert delivered == []
-    assert found["its reply's id"] == found["its words"] == [[], ["echo: the question"]]
+    assert found["its reply's id"] == found["its call"] == found["its words"] == [[], ["echo: the question"]]
     assert found["all"][0] == []
     assert len(found["all"][1]) == 2
 
@@ -262,10 +264,39 @@ async def test_a_mistyped_key_is_named_and_stays_open(tmp_path: Path) -> None:
     await store.put(sample_entry("minutes-1", "c1"))
     program = str(FOREIGN / "take_tokens.py")
     assert "no capture: 'minutes-11'" in python(tmp_path, program, ".", "rows.jsonl", "minutes-11=1.0").stderr
-    for arguments in (["rows.jsonl", "minutes-1"], ["rows.jsonl"]):
-        done = python(tmp_path, program, ".", *arguments)
+    usage = "Take finished rollouts out of a capture store"
+    assert python(tmp_path, program, ".", "rows.jsonl").stderr.startswith(usage)
+    for argument in ("minutes-1", "minutes-1=", "minutes-1=good", "minutes-1=nan", "=1.0"):
+        done = python(tmp_path, program, ".", "rows.jsonl", argument)
         assert done.returncode == 1
-        assert done.stderr.startswith("Take finished rollouts out of a capture store")
+        assert done.stderr.startswith(f"{argument!r} is not KEY=REWARD")
+        assert usage in done.stderr
     assert [each.state for each in await store.list_captures()] == ["open"]
     await store.put(sample_entry("minutes-11", "c1"))
+    await store.close()
+
+
+@pytest.mark.promise("CP-10")
+@pytest.mark.parametrize(
+    ("left", "kept"),
+    [
+        (b"", []),
+        (b'{"_ng_rollout_id":"m-3","rew', []),
+        (b'{"_ng_rollout_id":"m-2"}\n' + b'{"_ng_rollout_id":"m-3","rew' + b"w" * 70_000, ["m-2"]),
+        (b'{"_ng_rollout_id":"m-2"}', ["m-2"]),
+        (b'{"_ng_rollout_id":"m-2"}\n', ["m-2"]),
+    ],
+    ids=["empty", "torn first", "long torn", "whole without its end", "whole"],
+)
+async def test_what_a_crash_left_of_a_row_takes_no_other_row_along(
+    tmp_path: Path, left: bytes, kept: list[str]
+) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(left)
+    store = SqliteStore(tmp_path / "capture.sqlite")
+    await store.put(sample_entry("m-3", "c1"))
+    done = python(tmp_path, str(FOREIGN / "take_tokens.py"), ".", "rows.jsonl", "m-3=1.0")
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_bytes().splitlines()]
+    assert [row["_ng_rollout_id"] for row in rows] == [*kept, "m-3"]
+    assert [each.state for each in await store.list_captures(retired=True)] == ["retired"]
     await store.close()
