@@ -234,6 +234,33 @@ async def test_what_follows_is_what_the_template_writes_there(house, served, res
         results.append({"check": "tail", "model": served.model, "figure": f"{len(new)} ids equal the template's"})
 
 
+SETTINGS = [
+    ({"reasoning_effort": "none"}, "<think>\n\n</think>\n\n"),
+    ({"reasoning_effort": "low"}, ""),
+    ({"chat_template_kwargs": {"enable_thinking": False}}, "<think>\n\n</think>\n\n"),
+    ({"documents": [{"title": "t", "text": "Paris."}]}, "Paris."),
+    ({"response_format": {"type": "json_object"}}, ""),
+    ({"tools": [ADD], "tool_choice": {"type": "function", "function": {"name": "add"}}, "max_tokens": 80}, ""),
+    ({"tools": [ADD], "tool_choice": "none"}, ""),
+]
+
+
+@pytest.mark.promise("MS-12")
+async def test_the_next_turn_begins_with_the_head_that_the_settings_of_the_request_gave_the_first(house):
+    async with house(token_in="required") as here:
+        for index, (settings, written) in enumerate(SETTINGS):
+            messages = [{"role": "user", "content": "Hi."}]
+            said = await here.chat(messages, f"r{index}", **settings)
+            answers = [{"role": "tool", "tool_call_id": c["id"], "content": "5"} for c in said.get("tool_calls") or ()]
+            messages += [said, *answers, {"role": "user", "content": "And?"}]
+            await here.chat(messages, f"r{index}", **settings)
+            head = f"<|im_start|>assistant\n{written}"
+            ids = await here.engine._tokenize({"prompt": head, "add_special_tokens": False})
+            prompts = [entry.prompt_token_ids.tolist() for entry in await here.entries(f"r{index}")]
+            assert [prompt[-len(ids) :] for prompt in prompts] == [ids, ids]
+        assert here.outcomes() == ["first", "exact"] * len(SETTINGS)
+
+
 def text_of(entry):
     return "".join(part["text"] for item in entry.output_items for part in item.get("content", ()))
 
