@@ -8,35 +8,23 @@ call that has no answer yet. Left to others: all other fields of a request (`cha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toprope.canonical.json import NotJson, dumps
-from toprope.dialects.chat_parts import (
-    CALL_PARTS,
-    THOUGHT_PARTS,
-    content_to_chat,
-    parts_from_chat,
-    plain_text,
-    reasoning_text,
-)
-from toprope.dialects.chat_unread import may_hold_more, unread_of
-from toprope.dialects.pivot import without_token_fields
-from toprope.errors.tree import BadRequest
-from toprope.wire.chat import ROLES, THOUGHT_FIELDS
+from toprope.dialects.chat_parts import content_to_chat, parts_from_chat, plain_text, reasoning_text
+from toprope.dialects.chat_turn import argument_text as argument_text
+from toprope.dialects.chat_turn import call_to_chat, read_turn
+from toprope.dialects.chat_unread import may_hold_more, unread_of, without_copies
+from toprope.dialects.losses import loss_name
+from toprope.dialects.pivot import CALLS
+from toprope.wire.chat import ROLES
 from toprope.wire.fields import refuse
 from toprope.wire.message_fields import ABOUT_A_MESSAGE
 from toprope.wire.responses import Item
 
 Message = dict[str, Any]
 
-_LONGEST_NAME = 120
-"""Of a loss, in characters: clients choose the names, and the record of a call is no place for a megabyte."""
 _SPEAKERS = ("system", "developer", "user")
-_PLAIN_ASSISTANT = frozenset(("role", "content", "tool_calls"))
-_READ_OF_ASSISTANT = frozenset(
-    ("role", "content", "refusal", "reasoning", "reasoning_content", "tool_calls", "function_call", "thinking_blocks")
-)
 
 
 def items_from_messages(
@@ -59,7 +47,7 @@ def items_from_messages(
             items.append({"type": "message", "role": role, "content": content})
         elif role == "assistant":
             turn = _turn_of_history(message, place, id_seed=f"h{index}")
-            open_calls.extend(item["call_id"] for item in turn if item.get("type") == "function_call")
+            open_calls.extend(item["call_id"] for item in turn if item["type"] in CALLS)
             items.extend(turn)
         elif role in ("tool", "function"):
             items.append(_tool_output(message, open_calls, place))
@@ -74,15 +62,17 @@ def items_from_messages(
 
 
 def _turn_of_history(message: Mapping[str, Any], where: str, *, id_seed: str) -> list[Item]:
-    """One assistant message of history as items. What stands in fields that the items do not show, stays on a message.
+    """One assistant message of history as items. What stands in fields that the items do not show, stays on a message,
+    or on its call.
 
     An upstream that speaks Chat gets those fields as they are, so that lineage must see them: a client may keep what
     was sampled in any of them. A field that says again what the items say is left out; programs add such copies.
     """
-    turn = items_from_assistant(message, where, id_seed=id_seed)
+    turn, _ = read_turn(message, where, id_seed)
     if not may_hold_more(message):
         return turn
     unread = unread_of(message, turn)
+    turn = without_copies(turn)
     place = next((at for at, item in enumerate(turn) if item["type"] == "message"), None)
     if place is not None:
         known = {k: v for k, v in turn[place].items() if k in ABOUT_A_MESSAGE}
@@ -91,124 +81,6 @@ def _turn_of_history(message: Mapping[str, Any], where: str, *, id_seed: str) ->
         thoughts = sum(item["type"] == "reasoning" for item in turn)
         turn.insert(thoughts, {**unread, "type": "message", "role": "assistant", "content": []})
     return turn
-
-
-def items_from_assistant(message: Mapping[str, Any], where: str, *, id_seed: str) -> list[Item]:
-    """One assistant message (of history, or an upstream's answer) as items; at least one, maybe an empty message.
-
-    Fields that we do not read stay on the message item. `id_seed` makes ids for calls that have none.
-    """
-    raw_content = message.get("content")
-    if message.keys() <= _PLAIN_ASSISTANT and not isinstance(raw_content, list):
-        return _plain_turn(message, raw_content, where, id_seed)
-    message = without_token_fields(dict(message))
-    items: list[Item] = []
-    odd = isinstance(raw_content, list) and any(
-        isinstance(p, dict) and p.get("type") in (*THOUGHT_PARTS, *CALL_PARTS) for p in raw_content
-    )
-    plain = [p for p in raw_content or () if not _is_odd(p)] if odd else raw_content
-    thought = _thought(message) or ("".join(_odd_thoughts(raw_content)) if odd else "")
-    if thought:
-        text = {"type": "reasoning_text", "text": thought}
-        items.append({"type": "reasoning", "summary": [], "content": [text]})
-    calls = _calls(message, raw_content if odd and raw_content else (), where, id_seed)
-    content = parts_from_chat(plain, "output_text", f"{where}.content")
-    if isinstance(message.get("refusal"), str):
-        content.append({"type": "refusal", "refusal": message["refusal"]})
-    rest = {k: v for k, v in message.items() if k not in _READ_OF_ASSISTANT and v is not None}
-    if any(_says_something(part) for part in content) or not (items or calls):
-        items.append({**rest, "type": "message", "role": "assistant", "content": content})
-    return items + calls
-
-
-def _plain_turn(message: Mapping[str, Any], content: Any, where: str, id_seed: str) -> list[Item]:
-    """A turn of text and calls and nothing else: the common case."""
-    calls = _calls(message, (), where, id_seed) if message.get("tool_calls") else []
-    if calls and not content:
-        return calls
-    parts = parts_from_chat(content, "output_text", f"{where}.content")
-    return [{"type": "message", "role": "assistant", "content": parts}, *calls]
-
-
-def _says_something(part: Mapping[str, Any]) -> bool:
-    return part.get("type") not in ("output_text", "refusal") or bool(part.get("text") or part.get("refusal"))
-
-
-def _is_odd(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in (*THOUGHT_PARTS, *CALL_PARTS)
-
-
-def _thought(message: Mapping[str, Any]) -> str:
-    """The thought of a message under any of its three names; two different texts under two of them both count."""
-    texts = [message[name] for name in THOUGHT_FIELDS if isinstance(message.get(name), str)]
-    if said := "".join(dict.fromkeys(texts)):
-        return said
-    blocks = message.get("thinking_blocks")
-    return "".join(_odd_thoughts(blocks)) if isinstance(blocks, list) else ""
-
-
-def _odd_thoughts(parts: Any) -> Iterable[str]:
-    for part in parts or ():
-        if isinstance(part, dict) and part.get("type") in THOUGHT_PARTS:
-            text = part.get("thinking") or part.get("reasoning") or part.get("text") or plain_text(part.get("summary"))
-            if isinstance(text, str):
-                yield text
-
-
-def _calls(message: Mapping[str, Any], odd_parts: Iterable[Any], where: str, id_seed: str) -> list[Item]:
-    raw = message.get("tool_calls")
-    if raw is not None and not isinstance(raw, list):
-        raise refuse(f"{where}.tool_calls", raw, "null or a list of tool calls")
-    items: list[Item] = []
-    for index, call in enumerate(raw or ()):
-        if not isinstance(call, dict):
-            raise refuse(f"{where}.tool_calls[{index}]", call, "an object")
-        items.append(_call(call, f"{where}.tool_calls[{index}]", f"call_{id_seed}_{index}"))
-    legacy = message.get("function_call")
-    if isinstance(legacy, dict) and not items:
-        items.append(_call({"function": legacy}, f"{where}.function_call", f"call_{id_seed}_0"))
-    known = [item["call_id"] for item in items]
-    for index, part in enumerate(odd_parts):
-        if _is_odd(part) and part.get("type") in CALL_PARTS and part.get("id") not in known:
-            arguments = part.get("arguments", part.get("args", part.get("input")))
-            function = {"name": part.get("name"), "arguments": arguments}
-            call = {"id": part.get("id") or part.get("call_id"), "function": function}
-            items.append(_call(call, f"{where}.content[{index}]", f"call_{id_seed}_p{index}"))
-    return items
-
-
-def _call(call: Mapping[str, Any], where: str, fallback_id: str) -> Item:
-    call_id = call["id"] if isinstance(call.get("id"), str) and call["id"] else fallback_id
-    if call.get("type") == "custom" and isinstance(call.get("custom"), dict):
-        custom = call["custom"]
-        return {
-            "type": "custom_tool_call",
-            "call_id": call_id,
-            "name": custom.get("name"),
-            "input": custom.get("input") or "",
-        }
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise refuse(f"{where}.function", function, "an object with name and arguments")
-    return {
-        "type": "function_call",
-        "call_id": call_id,
-        "name": function["name"] if isinstance(function.get("name"), str) else "",
-        "arguments": argument_text(function.get("arguments")),
-    }
-
-
-def argument_text(arguments: Any) -> str:
-    """Arguments as the string that stands in the wire: a string as it is; an object, which has no own bytes, dumped.
-
-    Raises `BadRequest` for an object that is nested too deeply.
-    """
-    if isinstance(arguments, str):
-        return arguments
-    try:
-        return "" if arguments is None else dumps(arguments).decode()
-    except NotJson as error:
-        raise BadRequest(f"the arguments of a tool call cannot be written as JSON: {error}", status=400) from error
 
 
 def _tool_output(message: Mapping[str, Any], open_calls: list[str], where: str) -> Item:
@@ -228,14 +100,15 @@ def _tool_output(message: Mapping[str, Any], open_calls: list[str], where: str) 
 
 
 def messages_from_items(
-    items: Sequence[Item], *, reasoning_field: str = "reasoning_content"
+    items: Sequence[Item], *, reasoning_field: str = "reasoning_content", custom_tools: bool = False
 ) -> tuple[list[Message], list[str]]:
-    """Responses items as Chat messages, and what Chat cannot carry of them, each name once.
+    """Responses items as Chat messages, and what Chat cannot carry of them, each name once. Calls of custom tools, and
+    what they gave, are carried if `custom_tools`: few upstreams take them.
 
     An item of a kind that Chat does not have is `items.<type>`; a part or a field that has no place in a message is
     `items.<type>.<kind of part or field>`. Fields that we do not know go on to the message, call or output.
     """
-    writer = _Writer(reasoning_field)
+    writer = _Writer(reasoning_field, custom_tools)
     for item in items:
         writer.write(item)
     for message in writer.messages:
@@ -251,8 +124,11 @@ _ITEM_FIELDS = {
     "reasoning": frozenset(("type", "id", "status", "summary", "content", "encrypted_content", "signature")),
     "function_call": frozenset(("type", "id", "status", "call_id", "name", "arguments")),
     "function_call_output": frozenset(("type", "id", "status", "call_id", "output", "is_error")),
+    "custom_tool_call": frozenset(("type", "id", "status", "call_id", "name", "input")),
+    "custom_tool_call_output": frozenset(("type", "id", "status", "call_id", "output")),
 }
 """The fields of items that are read, or that the table of losses names as dropped. Any other is carried on."""
+_CALL_KINDS = ("function", "custom")
 _TEXT_PARTS = ("output_text", "input_text", "text", "refusal")
 _PART_FIELDS = frozenset(("type", "text", "refusal", "annotations", "logprobs", "cache_control", "citations"))
 _NO_FIELD = frozenset(("tool_calls", "tool_call_id", "function_call"))
@@ -262,28 +138,33 @@ _NO_FIELD = frozenset(("tool_calls", "tool_call_id", "function_call"))
 class _Writer:
     """Writes items into messages, one after another. `lost` are the names of what got no place, in order."""
 
-    def __init__(self, reasoning_field: str) -> None:
+    def __init__(self, reasoning_field: str, custom_tools: bool) -> None:
         self.messages: list[Message] = []
         self.lost: dict[str, None] = {}
         self._reasoning_field = reasoning_field
+        self._custom_tools = custom_tools
         self._turn: Message | None = None
 
     def write(self, item: Item) -> None:
         """The next item, in the open assistant message or in one of its own."""
         kind = item.get("type") or ("message" if "role" in item else None)
-        if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
+        if kind in ("custom_tool_call", "custom_tool_call_output") and not self._custom_tools:
+            self._turn = None
+            self._lose(kind)
+            return
+        if kind in ("reasoning", *CALLS) or (kind == "message" and item.get("role") == "assistant"):
             self._turn = self._join(self._turn, item, kind)
             return
         self._turn = None
         if kind == "message":
             message = {"role": item.get("role"), "content": content_to_chat(item.get("content"))}
-        elif kind == "function_call_output":
+        elif kind in ("function_call_output", "custom_tool_call_output"):
             content = content_to_chat(item.get("output"))
             message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
         else:
             self._lose(kind)
             return
-        self._carry(item, kind, message)
+        self._carry(item, str(kind), message)
         self.messages.append(message)
 
     def _join(self, turn: Message | None, item: Item, kind: Any) -> Message:
@@ -310,9 +191,8 @@ class _Writer:
         else:
             if turn is None:
                 turn = self._begin()
-            function = {"name": item.get("name") or "", "arguments": argument_text(item.get("arguments"))}
-            call = {"id": item.get("call_id") or item.get("id"), "type": "function", "function": function}
-            self._carry(item, kind, call)
+            call = call_to_chat(item)
+            self._carry(item, str(kind), call)
             turn.setdefault("tool_calls", []).append(call)
         return turn
 
@@ -325,6 +205,8 @@ class _Writer:
             if name in read or value is None:
                 continue
             fits = name not in _NO_FIELD and (name != "name" or isinstance(value, str))
+            if name in _CALL_KINDS and isinstance(value, dict) and target is not None and name in target:
+                continue  # beside the name and the arguments, where `call_to_chat` put it
             if target is None or not fits or target.get(name, value) != value:
                 self._lose(kind, name)
             else:
@@ -344,8 +226,7 @@ class _Writer:
                         self._lose(kind, f"{known or 'part'}.{name}")
 
     def _lose(self, *names: Any) -> None:
-        name = ".".join(("items", *map(str, names)))
-        self.lost[name.encode("ascii", "backslashreplace").decode()[:_LONGEST_NAME]] = None
+        self.lost[loss_name("items", *names)] = None
 
     def _begin(self) -> Message:
         message: Message = {"role": "assistant", "content": None}

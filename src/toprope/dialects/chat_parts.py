@@ -18,6 +18,8 @@ THOUGHT_PARTS = ("reasoning", "thinking")
 """Parts that LangChain leaves in assistant content from other providers: thoughts ..."""
 CALL_PARTS = ("tool_use", "tool_call", "function_call")
 """... and tool calls, which also stand in `tool_calls`."""
+_THOUGHT_TEXTS = ("thinking", "reasoning", "text", "content", "summary")
+"""Where a thought part has its text: the first that is there counts."""
 
 
 def parts_from_chat(content: Any, text_type: str, where: str) -> list[Part]:
@@ -114,6 +116,30 @@ def plain_text(content: Any) -> str:
         return ""
     texts = [p.get("text") or p.get("refusal") if isinstance(p, dict) else p for p in content]
     return "".join(text for text in texts if isinstance(text, str))
+
+
+def thought_of_part(part: Mapping[str, Any]) -> str | None:
+    """The text of a thought part: a string, or a list of nothing but texts; empty where it has none at all.
+
+    None where the text has a shape that we do not know: such a part is nobody's to take apart.
+    """
+    told = next((part[name] for name in _THOUGHT_TEXTS if part.get(name)), "")
+    if isinstance(told, str):
+        return told
+    if not isinstance(told, list) or not all(map(_is_text, told)):
+        return None
+    return plain_text(told)
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, str) or (isinstance(part, Mapping) and isinstance(part.get("text"), str))
+
+
+def is_foreign(part: Any) -> bool:
+    """Whether a part of an assistant's content is a thought or a call, which stand in other fields of a message."""
+    if not isinstance(part, Mapping) or part.get("type") not in (*THOUGHT_PARTS, *CALL_PARTS):
+        return False
+    return part["type"] in CALL_PARTS or thought_of_part(part) is not None
 
 
 def reasoning_text(item: Item) -> str:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toprope.dialects.chat_history import items_from_assistant
 from toprope.dialects.chat_parts import plain_text, reasoning_text, text_part
-from toprope.dialects.pivot import PivotReply
+from toprope.dialects.chat_turn import call_to_chat, items_from_assistant
+from toprope.dialects.pivot import CALLS, PivotReply
 from toprope.wire.chat import FINISH_REASONS, Said
 from toprope.wire.responses import FinishReason, Item, Usage
 
 _ITEM_FIELDS = frozenset(("type", "id", "status", "role", "content", "phase"))
+_CALL_FIELDS = frozenset(("type", "id", "status", "call_id", "name", "arguments", "input"))
 
 
 def output_from_chat(message: Mapping[str, Any], call_id: str, order: Sequence[Said] = ()) -> tuple[Item, ...]:
@@ -20,9 +21,11 @@ def output_from_chat(message: Mapping[str, Any], call_id: str, order: Sequence[S
     items = items_from_assistant(message, "choices[0].message", id_seed=call_id)
     if not order:
         return tuple(items)
-    whole = next((item for item in items if item["type"] == "message"), {"type": "message", "role": "assistant"})
+    messages = [item for item in items if item["type"] == "message"]
+    whole = messages[0] if messages else {"type": "message", "role": "assistant"}
     calls = iter([item for item in items if item["type"] not in ("message", "reasoning")])
-    return tuple(next(calls) if kind == "function_call" else _said(kind, text, whole) for kind, text in order)
+    said = tuple(next(calls) if kind == "function_call" else _said(kind, text, whole) for kind, text in order)
+    return said if any(kind == "message" for kind, _ in order) else (*said, *messages)
 
 
 def _said(kind: str, text: str, whole: Item) -> Item:
@@ -39,11 +42,14 @@ def finish_from_chat(reason: str | None, output: Sequence[Item]) -> FinishReason
     """
     if reason in FINISH_REASONS:
         return FINISH_REASONS[reason]
-    return "tool_calls" if any(item.get("type") == "function_call" for item in output) else "stop"
+    return "tool_calls" if any(item.get("type") in CALLS for item in output) else "stop"
 
 
 def chat_message(output: Sequence[Item]) -> dict[str, Any]:
-    """Output items as one assistant message. Fields of a message item that Responses does not know are kept."""
+    """Output items as one assistant message. Fields of a message or a call that Responses does not know are kept.
+
+    Empty text is null beside a thought or calls.
+    """
     text: str | None = None
     thought = ""
     refusal: str | None = None
@@ -62,10 +68,15 @@ def chat_message(output: Sequence[Item]) -> dict[str, Any]:
                 said = [p for p in parts if not (isinstance(p, dict) and p.get("type") == "refusal")]
                 text = (text or "") + plain_text(said)
             rest.update({k: v for k, v in item.items() if k not in _ITEM_FIELDS})
-        elif kind == "function_call":
-            function = {"name": item["name"], "arguments": item["arguments"]}
-            calls.append({"id": item["call_id"], "type": "function", "function": function})
-    message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": refusal}
+        elif kind in CALLS:
+            call = call_to_chat(item)
+            more = {k: v for k, v in item.items() if k not in _CALL_FIELDS and k not in call}
+            calls.append({**more, **call})
+    message: dict[str, Any] = {
+        "role": "assistant",
+        "content": text or (None if thought or calls else text),
+        "refusal": rest.get("refusal") if refusal is None else refusal,
+    }
     if thought:
         message["reasoning_content"] = thought
     if calls:

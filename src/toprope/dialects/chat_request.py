@@ -8,18 +8,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from toprope.canonical.json import NotJson, loads
 from toprope.dialects.chat_history import Message, items_from_messages, messages_from_items
 from toprope.dialects.chat_parts import (
     CALL_PARTS,
     THOUGHT_PARTS,
     choice_from_chat,
     choice_to_chat,
+    is_foreign,
+    plain_text,
     tools_from_chat,
     tools_to_chat,
 )
+from toprope.dialects.chat_turn import argument_text, call_of_part, thought_of_message
 from toprope.dialects.losses import fields_of, loss_name
 from toprope.dialects.pivot import request_items, without_token_fields
 from toprope.errors.tree import BadRequest
+from toprope.wire.chat import THOUGHT_FIELDS
 from toprope.wire.fields import (
     bool_field,
     choice_field,
@@ -30,6 +35,7 @@ from toprope.wire.fields import (
     stop_field,
     text_field,
 )
+from toprope.wire.message_fields import says_something
 from toprope.wire.responses import Item, ResponsesRequest
 
 _NAMED = frozenset(
@@ -108,7 +114,9 @@ def request_to_chat(
 
     `custom_tools` says that the upstream takes tools of type custom, which few do.
     """
-    messages, lost = messages_from_items(request_items(request), reasoning_field=reasoning_field)
+    messages, lost = messages_from_items(
+        request_items(request), reasoning_field=reasoning_field, custom_tools=custom_tools
+    )
     tools, lost_tools = tools_to_chat(request.tools, custom=custom_tools)
     choice, lost_choice = choice_to_chat(request.tool_choice, tools, all_there=not lost_tools)
     body: dict[str, Any] = {"model": request.model, "messages": messages}
@@ -152,29 +160,29 @@ def _extra_to_chat(extra: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]
     return out, lost
 
 
-def clean_chat_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """A Chat client's own body as an upstream gets it: the same, without nulls, our own echoes and odd parts.
+def clean_chat_body(body: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """A Chat client's own body as an upstream gets it: the same, without nulls, our own echoes and odd parts; and the
+    names of what those parts had that is not sent (`items.message.<kind of part>.<field>`).
 
     Nulls are dropped from the body and from messages (`"top_logprobs": null` makes engines return no logprobs at all,
     `"tool_calls": []` is refused by some); a tool choice without tools goes; a turn with neither text nor calls gets
     empty text. Content and argument strings are the client's own objects.
     """
+    lost: dict[str, None] = {}
     out = {name: value for name, value in body.items() if value is not None and name not in _OURS}
-    out["messages"] = [_clean_message(message) for message in body["messages"]]
+    out["messages"] = [_clean_message(message, lost) for message in body["messages"]]
     if not out.get("tools"):
         out.pop("tools", None)
         if not out.get("functions"):
             out.pop("tool_choice", None)
             out.pop("parallel_tool_calls", None)
-    return out
+    return out, tuple(lost)
 
 
-def _clean_message(message: Message) -> Message:
+def _clean_message(message: Message, lost: dict[str, None]) -> Message:
     if message.get("role") != "assistant":
         return message if None not in message.values() else {k: v for k, v in message.items() if v is not None}
     content = message.get("content")
-    if isinstance(content, list) and any(_is_foreign(part) for part in content):
-        return _without_foreign(message, content)
     clean = {
         name: value
         for name, value in without_token_fields(message).items()
@@ -182,6 +190,8 @@ def _clean_message(message: Message) -> Message:
     }
     if "tool_calls" in clean:
         clean["tool_calls"] = [_clean_call(call) for call in clean["tool_calls"]]
+    if isinstance(content, list) and any(map(is_foreign, content)):
+        return _without_foreign(message, clean, lost)
     if "content" not in clean and "tool_calls" not in clean and "function_call" not in clean:
         clean["content"] = ""
     elif "content" in message and content is None and "content" not in clean:
@@ -189,20 +199,59 @@ def _clean_message(message: Message) -> Message:
     return clean
 
 
-def _without_foreign(message: Message, content: list[Any]) -> Message:
-    """A turn whose content holds thoughts and calls, with those in their fields and all else as the client has it."""
-    made, _ = messages_from_items(items_from_messages([message]))
-    clean = made[0]
-    own = [part for part in content if not _is_foreign(part)]
-    if any(isinstance(part, dict) and not part.keys() <= {"type", "text"} for part in own):
+def _without_foreign(message: Message, clean: Message, lost: dict[str, None]) -> Message:
+    """`clean` with the thoughts and calls that its content holds in fields of their own, all else as the client has it.
+
+    A thought goes where the message has one, both texts if they differ; a call to the others, unless it is there.
+    """
+    foreign = [part for part in message["content"] if is_foreign(part)]
+    own = [part for part in message["content"] if not is_foreign(part)]
+    if any(part["type"] in THOUGHT_PARTS for part in foreign) and (thought := thought_of_message(message)):
+        named = [name for name in THOUGHT_FIELDS if isinstance(message.get(name), str) and message[name]]
+        free = [name for name in THOUGHT_FIELDS if not message.get(name)]
+        for name in named or free[:1]:
+            clean[name] = thought
+        if not named and not free:
+            lost[loss_name("items", "message", "thinking")] = None
+    told = [call for call in clean.get("tool_calls") or () if isinstance(call.get("id"), str)]
+    calls = {call["id"]: call.get("function") for call in told}
+    for part in foreign:
+        call = call_of_part(part) if part["type"] in CALL_PARTS else None
+        if call is not None and call["id"] not in calls:
+            call["id"] = call["id"] or f"call_{len(calls)}"
+            clean.setdefault("tool_calls", []).append(call)
+            calls[call["id"]] = call["function"]
+        elif call is not None and not _is_copy(call["function"], calls[call["id"]]):
+            lost[loss_name("items", "message", part["type"])] = None
+        for name, value in part.items():
+            if name not in _FOREIGN_FIELDS and says_something(value):
+                lost[loss_name("items", "message", part["type"], name)] = None
+    if not own:
+        clean["content"] = None if "tool_calls" in clean or "function_call" in clean else ""
+    elif all(isinstance(part, str) or part.keys() <= {"type", "text"} for part in own):
+        clean["content"] = plain_text(own)
+    else:
         clean["content"] = own
-    for call, given in zip(clean.get("tool_calls") or (), message.get("tool_calls") or (), strict=False):
-        kept = _clean_call(given)
-        function = kept.get("function")
-        call.update({name: value for name, value in kept.items() if name not in call})
-        if isinstance(function, dict) and isinstance(call.get("function"), dict):
-            call["function"] = {**function, **call["function"]}
     return clean
+
+
+_FOREIGN_FIELDS = frozenset(
+    (
+        "type", "id", "call_id", "index", "status", "name", "arguments", "args", "input", "cache_control",
+        "thinking", "reasoning", "text", "content", "summary",
+    )
+)  # fmt: skip
+"""Fields of a thought or a call among the parts that are read, or that are notes about it."""
+
+
+def _is_copy(part: Mapping[str, Any], function: Any) -> bool:
+    """Whether a call among the parts says what the function of the same id does, however it is spelled."""
+    if not isinstance(function, Mapping) or part["name"] != function.get("name"):
+        return False
+    try:
+        return bool(loads(part["arguments"] or "{}") == loads(argument_text(function.get("arguments")) or "{}"))
+    except (NotJson, RecursionError):
+        return bool(part["arguments"] == function.get("arguments"))
 
 
 def _clean_call(call: Any) -> Any:
@@ -214,7 +263,3 @@ def _clean_call(call: Any) -> Any:
     if isinstance(function, dict):
         clean["function"] = {k: v for k, v in function.items() if k != "parsed_arguments" and v is not None}
     return clean
-
-
-def _is_foreign(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") in (*THOUGHT_PARTS, *CALL_PARTS)

@@ -13,6 +13,7 @@ from typing import Any
 from toprope.canonical.json import NotJson, loads
 from toprope.dialects.chat_history import argument_text
 from toprope.dialects.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
+from toprope.wire.message_fields import says_something
 
 
 @dataclass(slots=True)
@@ -106,6 +107,31 @@ class GrowingCall:
     braces: Braces = field(default_factory=Braces)
     is_whole: bool = False
     rest: dict[str, Any] = field(default_factory=dict)
+    beside: dict[str, Any] = field(default_factory=dict)
+
+    def take_rest(self, piece: Mapping[str, Any]) -> bool:
+        """Take in what a piece has beside id, name and arguments; whether it says something.
+
+        `rest` are the call's fields, `beside` those of its function. Pieces of a field are joined, a whole value that
+        is told once more is not.
+        """
+        more = {k: v for k, v in piece.items() if k not in _CALL_FIELDS and v is not None}
+        function = piece.get("function")
+        if isinstance(function, Mapping):
+            beside = {k: v for k, v in function.items() if k not in _FUNCTION_FIELDS and v is not None}
+        else:
+            beside = {}
+        if isinstance(piece.get("type"), str):
+            self.rest["type"] = piece["type"]
+        custom, known = more.get("custom"), self.rest.get("custom")
+        if isinstance(custom, Mapping) and isinstance(known, Mapping):
+            again = custom.get("name") == known.get("name")
+            self.rest["custom"] = joined(known, {k: v for k, v in custom.items() if not (again and k == "name")})
+            del more["custom"]
+        for fields, new in ((self.rest, more), (self.beside, beside)):
+            for name, value in new.items():
+                fields[name] = value if fields.get(name, value) == value else joined(fields[name], value)
+        return any(map(says_something, (custom, *more.values(), *beside.values())))
 
     def news(self, at: int) -> list[Delta]:
         said, self.unsent = self.unsent, ""
@@ -161,8 +187,25 @@ class GrowingCall:
 
     def whole(self) -> dict[str, Any]:
         """The call as a plain reply has it."""
-        function = {"name": self.name, "arguments": self.arguments.whole()}
+        function = {**self.beside, "name": self.name, "arguments": self.arguments.whole()}
+        if self.rest.get("type") == "custom" and isinstance(self.rest.get("custom"), dict) and not self.name:
+            return {"id": self.said_id, **self.rest}
         return {"id": self.said_id, "type": "function", "function": function, **self.rest}
+
+
+_CALL_FIELDS = frozenset(("id", "type", "index", "function"))
+_FUNCTION_FIELDS = frozenset(("name", "arguments", "parsed_arguments"))
+
+
+def joined(old: Any, new: Any) -> Any:
+    """Two values of a field that we do not read, joined as the public libraries join them."""
+    if isinstance(old, str) and isinstance(new, str):
+        return old + new
+    if isinstance(old, list) and isinstance(new, list):
+        return old + new
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {**old, **{name: joined(old[name], value) if name in old else value for name, value in new.items()}}
+    return new
 
 
 def given_id(piece: Mapping[str, Any]) -> str:

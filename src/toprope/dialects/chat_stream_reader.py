@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toprope.dialects.chat_history import argument_text
-from toprope.dialects.chat_stream_items import GrowingCall, GrowingPiece, GrowingText, given_id
+from toprope.dialects.chat_stream_items import GrowingCall, GrowingPiece, GrowingText, given_id, joined
 from toprope.dialects.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from toprope.wire.chat import THOUGHT_FIELDS, BadChatReply, ChatReply, Said, read_chat_object
 from toprope.wire.chat_chunk import DECODERS, Decode, TokenLogprob
@@ -29,7 +30,8 @@ _FIRST = ("id", "model", "created", "prompt_token_ids")
 _SAME = ("id", "model", "created")
 """Those that every chunk repeats: once they are known, they do not count."""
 _TOLD_ELSEWHERE = ("choices", "object")
-_READ = frozenset((*THOUGHT_FIELDS, "role", "content", "refusal", "tool_calls"))
+_TEXTS = frozenset((*THOUGHT_FIELDS, "refusal"))
+_READ = _TEXTS | {"role", "content", "tool_calls"}
 _RANK = {"reasoning": 0, "message": 1, "function_call": 2}
 """The order of a message's items where nothing else is said."""
 
@@ -233,11 +235,11 @@ class ChatStreamReader:
         if isinstance(delta.get("role"), str):
             self._message["role"] = delta["role"]
         for name, value in delta.items():
-            if name not in _READ and value is not None:
+            if value is not None and (name not in _READ or (name in _TEXTS and not isinstance(value, str))):
                 if name in ("function_call", "thinking_blocks"):
                     self._unordered = True
                     self._mute = self._mute or not self._line
-                self._message[name] = _joined(self._message[name], value) if name in self._message else value
+                self._message[name] = joined(self._message[name], value) if name in self._message else value
         return self._news()
 
     def _take_thought(self, delta: Mapping[str, Any]) -> None:
@@ -270,6 +272,9 @@ class ChatStreamReader:
             self._parts += content
             self._mute = self._unordered = True
         if not isinstance(content, str):
+            return
+        if self._parts and content:  # after parts it is one of them: what stood before is the first
+            self._parts.append(content)
             return
         self._has_text = self._has_text or not self._calls
         if self._line and isinstance(self._line[-1], GrowingCall):  # a parser's white space between calls is no text
@@ -305,6 +310,7 @@ class ChatStreamReader:
             call.id = given_id(piece)
             call.said_id = call.said_id if call.begun else call.id or call.said_id
         function = piece.get("function")
+        self._mute = call.take_rest(piece) or self._mute  # no delta has a place for it: the finish tells the whole call
         if call.repeated(function):
             return
         if isinstance(function, dict):
@@ -314,9 +320,7 @@ class ChatStreamReader:
                 call.name += name
             said = call.arguments.add(argument_text(function.get("arguments")))
             call.unsent += said
-        rest = {k: v for k, v in piece.items() if k not in ("index", "id", "function") and v is not None}
-        call.rest.update(rest)
-        self._mute = self._mute or rest.get("type") == "custom"
+        self._mute = self._mute or call.rest.get("type") == "custom"
 
     def _call_of(self, piece: Mapping[str, Any]) -> GrowingCall | None:
         """The call that a piece continues, None if it begins one.
@@ -367,22 +371,20 @@ class ChatStreamReader:
             message["content"] = "".join(texts)
         if self._parts:
             text = [{"type": "text", "text": message["content"]}] if message["content"] else []
-            message["content"] = text + self._parts
+            message["content"] = text + _parts_of(self._parts)
         if self._calls:
             message["tool_calls"] = [call.whole() for call in self._calls]
         return message
 
 
+def _parts_of(told: list[Any]) -> list[Any]:
+    """Parts in the order in which they came; the texts between them, which came in pieces, each as one."""
+    parts: list[Any] = []
+    for is_text, run in groupby(told, lambda each: isinstance(each, str)):
+        these = list(run)
+        parts += [{"type": "text", "text": "".join(these)}] if is_text else these
+    return parts
+
+
 def _entry(told: Any) -> Any:
     return {"logprob": told.logprob} if type(told) is TokenLogprob else told
-
-
-def _joined(old: Any, new: Any) -> Any:
-    """Two values of a field that we do not read, joined as the public libraries join them."""
-    if isinstance(old, str) and isinstance(new, str):
-        return old + new
-    if isinstance(old, list) and isinstance(new, list):
-        return old + new
-    if isinstance(old, dict) and isinstance(new, dict):
-        return {**old, **{name: _joined(old[name], value) if name in old else value for name, value in new.items()}}
-    return new

@@ -13,9 +13,9 @@ from typing import Any
 
 from toprope.canonical.json import NotJson, loads
 from toprope.dialects.chat_parts import plain_text
-from toprope.dialects.pivot import without_token_fields
+from toprope.dialects.pivot import CALLS, without_token_fields
 from toprope.wire.chat import THOUGHT_FIELDS
-from toprope.wire.message_fields import ABOUT_A_MESSAGE, MOVED_FIELDS, says_something
+from toprope.wire.message_fields import ABOUT_A_CALL, ABOUT_A_MESSAGE, MOVED_FIELDS, says_something
 from toprope.wire.responses import Item
 
 _READ = ABOUT_A_MESSAGE | {"tool_calls"}
@@ -26,22 +26,34 @@ _HOW_IT_IS_WRITTEN = frozenset(("type", "id", "index", "format", "signature"))
 
 
 def unread_of(message: Mapping[str, Any], turn: Sequence[Item]) -> dict[str, Any]:
-    """The fields of `message` that say something which `turn`, its items, does not: by name, as they are."""
+    """The fields of `message` that say something which `turn`, its items, does not: by name, as they are. Those of its
+    calls stand on their items."""
     said = frozenset(_texts(turn))
-    fields = without_token_fields(dict(message))
-    unread = _adding(fields, said)
+    unread = _adding(without_token_fields(dict(message)), said, _READ)
     moved = unread.get(MOVED_FIELDS)
     if isinstance(moved, Mapping):
-        unread[MOVED_FIELDS] = _adding(moved, said)
-    calls = fields.get("tool_calls")
-    beside_calls = [rest for call in calls or () if (rest := _beside_call(call)) and _adds(rest, said)]
-    if beside_calls:
-        unread["tool_calls"] = beside_calls
+        unread[MOVED_FIELDS] = _adding(moved, said, _READ)
     return unread
 
 
-def _adding(fields: Mapping[str, Any], said: frozenset[str]) -> dict[str, Any]:
-    found = {name: value for name, value in fields.items() if name not in _READ and _adds(value, said)}
+def without_copies(turn: Sequence[Item]) -> list[Item]:
+    """`turn` without the fields of its calls of functions that say again what its items say."""
+    said = frozenset(_texts(turn))
+    return [_without_copies(item, said) if item["type"] == "function_call" else item for item in turn]
+
+
+def _without_copies(call: Item, said: frozenset[str]) -> Item:
+    if call.keys() <= ABOUT_A_CALL:
+        return call
+    unread = _adding(call, said, ABOUT_A_CALL)
+    moved = unread.get(MOVED_FIELDS)
+    if isinstance(moved, Mapping):
+        unread[MOVED_FIELDS] = _adding(moved, said, ABOUT_A_CALL)
+    return {**{name: value for name, value in call.items() if name in ABOUT_A_CALL}, **unread}
+
+
+def _adding(fields: Mapping[str, Any], said: frozenset[str], read: frozenset[str]) -> dict[str, Any]:
+    found = {name: value for name, value in fields.items() if name not in read and _adds(value, said)}
     blocks = found.get("thinking_blocks")
     if isinstance(blocks, list) and _thoughts_of(blocks) in said:
         del found["thinking_blocks"]
@@ -82,10 +94,10 @@ def _beside_call(call: Mapping[str, Any]) -> list[Any]:
 def _texts(turn: Sequence[Item]) -> Iterator[str]:
     """Every text that stands in these items, whole."""
     for item in turn:
-        if item["type"] == "function_call":
-            yield from (item["call_id"], item["name"], item["arguments"])
+        if item["type"] in CALLS:
+            yield from (item["call_id"], item["name"], str(item.get("arguments", item.get("input"))))
             continue
-        for parts in (item.get("content"), item.get("summary"), [{"text": item.get("input")}]):
+        for parts in (item.get("content"), item.get("summary")):
             yield plain_text(parts)
             if isinstance(parts, list):
                 yield from (plain_text([part]) for part in parts if isinstance(part, dict))

@@ -12,7 +12,8 @@ from typing import Any
 
 from toprope.canonical.json import NotJson, loads
 from toprope.dialects.chat_parts import plain_text, reasoning_text
-from toprope.dialects.pivot import PivotReply
+from toprope.dialects.pivot import CALLS, PivotReply
+from toprope.wire.fields import write_object
 from toprope.wire.messages import Block, StopReason
 from toprope.wire.responses import FinishReason, Item, Usage
 
@@ -62,8 +63,8 @@ def blocks_from_items(output: Sequence[Item]) -> list[Block]:
             blocks.extend(thought_blocks(item))
         elif kind == "message" and (text := plain_text(item.get("content"))):
             blocks.append({"type": "text", "text": text, "citations": None})
-        elif kind == "function_call":
-            blocks.append(tool_block(item, arguments_object(item.get("arguments"))))
+        elif kind in CALLS:
+            blocks.append(tool_block(item, arguments_object(arguments_of(item))))
     return blocks
 
 
@@ -75,6 +76,13 @@ def thought_blocks(item: Item) -> list[Block]:
     if isinstance(item.get("encrypted_content"), str):
         return [{"type": "redacted_thinking", "data": item["encrypted_content"]}]
     return []
+
+
+def arguments_of(call: Item) -> str:
+    """The argument string of a call. What a custom tool is given is any text, which stands under `RAW_ARGUMENTS`."""
+    if call["type"] == "custom_tool_call":
+        return write_object({RAW_ARGUMENTS: str(call.get("input") or "")}).decode()
+    return str(call.get("arguments") or "")
 
 
 def tool_block(item: Item, value: dict[str, Any]) -> Block:
@@ -104,7 +112,7 @@ def stopped(reply: PivotReply) -> dict[str, Any]:
     A turn with calls that ended by itself waits for their results, whatever it was called.
     """
     reason, met = _STOP[reply.finish_reason], reply.extra.get("stop_sequence")
-    if reply.finish_reason == "stop" and any(item.get("type") == "function_call" for item in reply.output):
+    if reply.finish_reason == "stop" and any(item.get("type") in CALLS for item in reply.output):
         reason = "tool_use"
     if reason == "end_turn" and isinstance(met, str):
         return {"stop_reason": "stop_sequence", "stop_sequence": met}

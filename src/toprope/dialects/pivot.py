@@ -13,7 +13,9 @@ from typing import Any
 from toprope.errors.tree import BadRequest
 from toprope.wire.responses import TOKEN_FIELDS, FinishReason, Item, ResponsesRequest, Usage
 
-_ID_PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+_ID_PREFIX = {"message": "msg", "reasoning": "rs", "function_call": "fc", "custom_tool_call": "ctc"}
+CALLS = ("function_call", "custom_tool_call")
+"""The kinds of items that are calls of the client's tools: of a function, or of one that takes any text."""
 _TOKEN_FIELDS = frozenset((*TOKEN_FIELDS, "token_ids"))
 
 
@@ -59,7 +61,7 @@ def item_id(kind: str, reply_id: str, index: int) -> str:
 def with_item_ids(output: Iterable[Item], reply_id: str) -> tuple[Item, ...]:
     """Output items as the record and the client get them: every one with an id, a status and no token arrays.
 
-    Ids that the engine gave stay; missing ones are made from `reply_id` and the position. A function call without a
+    Ids that the engine gave stay; missing ones are made from `reply_id` and the position. A call without a
     `call_id`, or with one that an earlier call of this reply has, gets one made the same way.
     """
     items: list[Item] = []
@@ -69,7 +71,7 @@ def with_item_ids(output: Iterable[Item], reply_id: str) -> tuple[Item, ...]:
         kind = str(item.get("type"))
         if not item.get("id"):
             item["id"] = item_id(kind, reply_id, index)
-        if kind == "function_call":
+        if kind in CALLS:
             if not item.get("call_id") or item["call_id"] in calls:
                 item["call_id"] = f"call_{reply_id}_{index}"
             calls.add(item["call_id"])

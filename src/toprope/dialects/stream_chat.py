@@ -58,6 +58,8 @@ class ChatStream:
         if message.get("refusal") is not None:
             out.append(self._chunk({"refusal": message["refusal"]}))
         rest = {name: value for name, value in message.items() if name not in _JOINED}
+        if not isinstance(message.get("reasoning_content", ""), str):
+            rest["reasoning_content"] = message["reasoning_content"]  # in a shape of its own, which nobody joins
         choice: dict[str, Any] = {"delta": {**rest, **(reply.tokens or {})}, "finish_reason": reply.finish_reason}
         out.append(self._write({**reply.extra, "choices": [self._choice(**choice, logprobs=reply.logprobs)]}))
         if self._include_usage:
@@ -71,7 +73,7 @@ class ChatStream:
 
     def _rest(self, field: str, said: str, message: dict[str, Any]) -> bytes:
         final = message.get(field)
-        rest = rest_of(said, final or "", field)
+        rest = rest_of(said, final if isinstance(final, str) else "", field)
         if final == "" and field == "content":
             return self._chunk({"content": ""})  # said nothing, which is not the same as no content
         return self._say(field, rest)
@@ -83,16 +85,23 @@ class ChatStream:
             raise StreamContradiction(f"{len(sent)} calls were sent, {len(final)} were finished")
         out = []
         for place, call in enumerate(final):
-            function = call["function"]
             if place >= len(sent):
-                out.append(self._call(place, call["id"], function["name"], function["arguments"]))
+                out.append(self._chunk({"tool_calls": [{"index": place, **call}]}))
                 continue
-            item = sent[place]
-            if (item.call_id, item.name) != (call["id"], function["name"]):
+            item, function = sent[place], call.get("function", {})
+            if (item.call_id, item.name) != (call["id"], function.get("name")):
                 raise StreamContradiction(f"call {place}: {item.call_id} {item.name} was sent, {call} was finished")
             rest = rest_of(item.text, function["arguments"], f"arguments of call {place}")
-            out.append(self._argue(place, rest))
+            out += [self._argue(place, rest), self._more_of(place, call)]
         return b"".join(out)
+
+    def _more_of(self, place: int, call: dict[str, Any]) -> bytes:
+        """What a call that was told has beside its id, name and arguments."""
+        more = {name: value for name, value in call.items() if name not in ("id", "type", "function")}
+        function = {n: v for n, v in call["function"].items() if n not in ("name", "arguments")}
+        if function:
+            more["function"] = function
+        return self._chunk({"tool_calls": [{"index": place, **more}]}) if more else b""
 
     def _say(self, field: str, text: str) -> bytes:
         return self._chunk({field: text}) if text else b""

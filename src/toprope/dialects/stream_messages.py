@@ -23,6 +23,7 @@ from toprope.dialects.emitted import (
 )
 from toprope.dialects.messages_reply import (
     arguments_object,
+    arguments_of,
     message_begun,
     messages_usage,
     signature_of,
@@ -97,6 +98,8 @@ class MessagesStream:
         kind = final.get("type")
         if kind == "reasoning" and not reasoning_text(final):
             return b"".join(self._start(block) + self._stop(None) for block in thought_blocks(final))
+        if kind == "custom_tool_call":  # a Messages client knows one kind of calls
+            kind, final = "function_call", {**final, "type": "function_call", "arguments": arguments_of(final)}
         if kind not in ("message", "reasoning", "function_call"):
             return b""
         item = OpenItem(index, kind, str(final.get("id")))

@@ -38,7 +38,7 @@ def _arguments(body):
 
 def _cleaned(body):
     request_from_chat(body)
-    return clean_chat_body(body)
+    return clean_chat_body(body)[0]
 
 
 def test_codex_cli_with_ids_of_its_own_and_tools_that_are_listed_and_not_run():

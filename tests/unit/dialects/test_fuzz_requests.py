@@ -124,7 +124,7 @@ def _used(dialect: str, data: bytes) -> None:
         has_media(each)
         sampling_of(each)
     if dialect == "chat":
-        write_object(clean_chat_body(body))
+        write_object(clean_chat_body(body)[0])
 
 
 def _refused(dialect: str, data: bytes) -> bool:

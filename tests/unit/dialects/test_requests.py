@@ -65,7 +65,7 @@ def test_an_explicit_null_is_an_absent_field(null):
 
 def test_a_tool_choice_without_tools_is_not_passed_on():
     assert request_from_responses({"input": "x", "tools": None, "tool_choice": "auto"}).tool_choice is None
-    cleaned = clean_chat_body({"messages": [{"role": "user", "content": "x"}], "tools": [], "tool_choice": "auto"})
+    cleaned, _ = clean_chat_body({"messages": [{"role": "user", "content": "x"}], "tools": [], "tool_choice": "auto"})
     assert cleaned == {"messages": [{"role": "user", "content": "x"}]}
 
 
@@ -152,7 +152,7 @@ def test_a_cleaned_chat_body_has_no_nulls_no_echoes_and_the_clients_own_strings(
             {"role": "assistant", "content": None, "reasoning_content": "hm", "tool_calls": []},
         ],
     }  # fmt: skip
-    cleaned = clean_chat_body(body)
+    cleaned, _ = clean_chat_body(body)
     assert cleaned["messages"][0] == {"role": "user", "content": "x"}
     assert cleaned["messages"][1]["tool_calls"][0]["function"]["arguments"] is arguments
     assert cleaned["messages"][1]["content"] is None

@@ -67,6 +67,17 @@ async def test_a_call_that_wants_no_tokens_is_sent_as_the_client_wrote_it(client
     assert (reply.tokens, reply.token_fault) == (None, None)
 
 
+async def test_what_is_not_sent_of_a_chat_clients_own_turn_is_in_the_losses(client):
+    thought = {"type": "thinking", "thinking": [{"type": "text", "text": "hm"}], "signature": "s"}
+    turn = {"role": "assistant", "content": [thought, {"type": "text", "text": "A"}]}
+    upstream = ScriptedUpstream([completion()])
+    async with serving(upstream) as url:
+        reply = await OpenAIEngine(client=client, base_url=url).generate(ask({**CHAT, "messages": [turn]}))
+    sent = upstream.requests[0].json()["messages"]
+    assert sent == [{"role": "assistant", "content": "A", "reasoning_content": "hm"}]
+    assert reply.losses == ("items.message.thinking.signature",)
+
+
 @pytest.mark.parametrize("stream_usage", [True, False])
 async def test_stream_options_of_a_client_never_go_upstream(client, stream_usage):
     """Engines refuse them in a plain call with a 400; in a streamed one they are the server's."""

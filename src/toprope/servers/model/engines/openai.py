@@ -128,9 +128,8 @@ class OpenAIEngine:
         return request.want_tokens and self.capabilities.returns_ids
 
     def _body(self, request: EngineRequest) -> tuple[dict[str, Any], tuple[str, ...]]:
-        losses: tuple[str, ...] = ()
         if request.dialect == "chat" and request.body:
-            body = clean_chat_body(request.body)
+            body, losses = clean_chat_body(request.body)
         else:
             body, losses = request_to_chat(
                 request.request, reasoning_field=self._reasoning_field, custom_tools=self._custom_tools

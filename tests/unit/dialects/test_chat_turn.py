@@ -1,0 +1,385 @@
+"""What an upstream says beside text, thought and calls of functions: in every dialect, plain and streamed alike."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from toprope.dialects.chat_history import items_from_messages, messages_from_items
+from toprope.dialects.chat_reply import chat_message, chat_reply, finish_from_chat, output_from_chat
+from toprope.dialects.chat_request import clean_chat_body, request_to_chat
+from toprope.dialects.chat_stream_reader import ChatStreamReader
+from toprope.dialects.messages_reply import messages_reply
+from toprope.dialects.pivot import PivotReply, with_item_ids
+from toprope.dialects.responses import items_from_input, request_from_responses, responses_reply
+from toprope.dialects.stream import open_stream
+from toprope.tokens.items import CountedMarks, item_digests
+from toprope.wire.responses import Usage
+
+REQUEST = request_from_responses({"input": "x"})
+SIGNED = {"extra_content": {"google": {"thought_signature": "SIG"}}}
+DETAILS = {"reasoning_details": [{"type": "reasoning.encrypted", "data": "zzz"}]}
+
+
+def add(call_id="c0", function=None, **more):
+    return {
+        "id": call_id,
+        "type": "function",
+        "function": {"name": "add", "arguments": "{}", **(function or {})},
+        **more,
+    }
+
+
+def custom(call_id="c0", said="ls", **more):
+    return {"id": call_id, "type": "custom", "custom": {"name": "sh", "input": said}, **more}
+
+
+def thinking(text):
+    return {"type": "thinking", "thinking": [{"type": "text", "text": text}]}
+
+
+def of_call(call, place=0):
+    return {"tool_calls": [{"index": place, **call}]}
+
+
+TURNS = {
+    "a custom call": ({"content": None, "tool_calls": [custom()]}, [of_call(custom())]),
+    "a custom call in pieces": (
+        {"content": None, "tool_calls": [custom(said="ls ls")]},
+        [
+            of_call(custom(said="ls")),
+            of_call({"custom": {"name": "sh", "input": " "}}),
+            of_call({"custom": {"input": "ls"}}),
+        ],
+    ),
+    "a custom call and a function's": (
+        {"content": "so", "tool_calls": [add(), custom("c1"), custom("c1", "pwd")]},
+        [{"content": "so"}, of_call(add()), of_call(custom("c1"), 1), of_call(custom("c1", "pwd"), 2)],
+    ),
+    "a signed call": ({"content": None, "tool_calls": [add(**SIGNED)]}, [of_call(add(**SIGNED))]),
+    "a signed call before another": (
+        {"content": "so", "tool_calls": [add(**SIGNED), add("c1")]},
+        [{"content": "so"}, of_call(add(**SIGNED)), of_call(add("c1"), 1)],
+    ),
+    "a call whose signature comes late": (
+        {"content": None, "tool_calls": [add(**SIGNED)]},
+        [
+            of_call(add()),
+            of_call({"extra_content": {"google": {"thought_signature": "S"}}}),
+            of_call({"extra_content": {"google": {"thought_signature": "IG"}}}),
+        ],
+    ),
+    "a field of a function": (
+        {"content": None, "tool_calls": [add(function={"note": "n"}), custom("c1", **SIGNED)]},
+        [of_call(add(function={"note": "n"})), of_call(custom("c1", **SIGNED), 1)],
+    ),
+    "details beside calls": ({"content": None, "tool_calls": [add()], **DETAILS}, [DETAILS, of_call(add())]),
+    "details beside a thought and calls": (
+        {"content": "", "reasoning": "hm", "tool_calls": [add()], **DETAILS},
+        [{"reasoning": "hm", **DETAILS}, {"content": ""}, of_call(add())],
+    ),
+    "details beside a thought": ({"content": None, "reasoning": "hm", **DETAILS}, [{"reasoning": "hm"}, DETAILS]),
+    "details beside text": ({"content": "so", **DETAILS}, [DETAILS, {"content": "so"}]),
+    "thoughts of other shapes": (
+        {"content": "so", "reasoning": {"text": "hm"}, "reasoning_content": ["hm"]},
+        [{"reasoning": {"text": "hm"}}, {"reasoning_content": ["hm"]}, {"content": "so"}],
+    ),
+    "a refusal of another shape": (
+        {"content": "so", "refusal": {"text": "no"}},
+        [{"refusal": {"text": "no"}}, {"content": "so"}],
+    ),
+    "a thought in a part": (
+        {"content": [thinking("hmm"), {"type": "text", "text": "so it is"}]},
+        [{"content": [thinking("hm")]}, {"content": [thinking("m")]}, {"content": "so "}, {"content": "it is"}],
+    ),
+    "a thought in a part beside a custom call": (
+        {"content": [thinking("hmm")], "tool_calls": [custom()]},
+        [{"content": [thinking("hmm")]}, of_call(custom())],
+    ),
+    "text, a reference, text": (
+        {
+            "content": [
+                {"type": "text", "text": "so "},
+                {"type": "reference", "ids": [1]},
+                {"type": "text", "text": "it is"},
+            ]
+        },
+        [
+            {"content": "s"},
+            {"content": "o "},
+            {"content": [{"type": "reference", "ids": [1]}]},
+            {"content": "it "},
+            {"content": "is"},
+        ],
+    ),
+}
+each_turn = pytest.mark.parametrize(("message", "deltas"), TURNS.values(), ids=TURNS)
+
+
+def read(deltas):
+    """The deltas that left early, and the reply at the end."""
+    reader = ChatStreamReader("r1")
+    head = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "m"}
+    choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in ({"role": "assistant"}, *deltas)]
+    early = [each for choice in choices for each in reader.feed({**head, "choices": [choice]})]
+    reader.feed({**head, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+    return early, reader.reply()
+
+
+def pivot(message, order=()):
+    items = with_item_ids(output_from_chat(message, "r1", order), "r1")
+    return PivotReply(items, finish_from_chat(None, items), "m", Usage(1, 1), "r1", 1)
+
+
+def streamed(dialect, deltas):
+    """The events that a client of `dialect` gets, and the reply that they were made of."""
+    early, reply = read(deltas)
+    writer = open_stream(dialect, REQUEST, reply_id="r1", model="m", created=1)
+    end = pivot(reply.message, () if dialect == "chat" else reply.order)
+    data = b"".join([writer.open(), *map(writer.delta, early), writer.finish(end)])
+    lines = [line[6:] for line in data.decode().split("\n") if line.startswith("data: {")]
+    return [json.loads(line) for line in lines], end
+
+
+def joined(old, new):
+    """Two values of a field of a delta, put together as the public library does."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return {**old, **{name: joined(old.get(name), value) for name, value in new.items()}}
+    if isinstance(old, list) and new and isinstance(new[0], dict) and "index" in new[0]:
+        calls = {call["index"]: call for call in old}
+        for call in new:
+            calls[call["index"]] = joined(calls.get(call["index"]), {**call, "index": call["index"]})
+        return list(calls.values())
+    if isinstance(old, int) or old is None:
+        return new
+    return old + new if new is not None else old
+
+
+@each_turn
+def test_a_stream_and_a_plain_reply_have_the_same_items(message, deltas):
+    _, reply = read(deltas)
+    items = pivot(reply.message, reply.order).output
+    assert items == pivot(message).output
+    assert reply.token_fault is None
+
+
+@each_turn
+def test_a_chat_client_gets_all_of_it(message, deltas):
+    told = chat_reply(pivot(message))["choices"][0]["message"]
+    for name in ("reasoning_details", "tool_calls"):
+        assert told.get(name) == message.get(name) or len({call["id"] for call in message[name]}) < len(message[name])
+    for name in ("reasoning", "reasoning_content", "refusal"):
+        if name in message and not isinstance(message[name], str):
+            assert told[name] == message[name]
+    events, _ = streamed("chat", deltas)
+    whole = {}
+    for event in events:
+        whole = joined(whole, event["choices"][0]["delta"])
+    for call in whole.get("tool_calls", ()):
+        del call["index"]
+    assert whole == told
+
+
+@each_turn
+def test_a_responses_client_gets_all_of_it(message, deltas):
+    output = responses_reply(pivot(message), REQUEST)["output"]
+    events, _ = streamed("responses", deltas)
+    assert events[-1]["response"]["output"] == output
+    for name in ("extra_content", "reasoning_details", "note"):
+        assert (f'"{name}"' in json.dumps(message)) == (f'"{name}"' in json.dumps(output))
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == output
+
+
+@each_turn
+def test_a_messages_client_gets_the_thought_the_text_and_every_call(message, deltas):
+    whole = messages_reply(pivot(message))
+    blocks = [(block["type"], block.get("input")) for block in whole["content"]]
+    calls = message.get("tool_calls", ())
+    inputs = [{"raw_arguments": call["custom"]["input"]} if "custom" in call else {} for call in calls]
+    assert [value for kind, value in blocks if kind == "tool_use"] == inputs
+    assert (whole["stop_reason"] == "tool_use") == bool(calls)
+    events, _ = streamed("messages", deltas)
+    starts = [event["content_block"]["type"] for event in events if event["type"] == "content_block_start"]
+    assert starts == [kind for kind, _ in blocks]
+    pieces = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    given = "".join(piece.get("partial_json", "") for piece in pieces)
+    assert given.replace("{}", "") == "".join(json.dumps(value, separators=(",", ":")) for value in inputs if value)
+    assert "".join(piece.get("text", "") for piece in pieces) == "".join(
+        block["text"] for block in whole["content"] if block["type"] == "text"
+    )
+    assert [event["delta"]["stop_reason"] for event in events if event["type"] == "message_delta"] == [
+        whole["stop_reason"]
+    ]
+
+
+@pytest.mark.promise("CP-9")
+@each_turn
+def test_what_a_client_echoes_is_what_was_recorded(message, deltas):
+    recorded = pivot(message).output
+    bag = CountedMarks(sampled=item_digests(recorded))
+    echo = chat_message(recorded)
+    if "reference" in str(message):  # a Chat client is not told of it, so that what it sends back is another message
+        assert bag.missing(item_digests(items_from_messages([echo])))
+        return
+    for turn in (echo, {**echo, "content": echo["content"] or ""}, {k: v for k, v in echo.items() if k not in DETAILS}):
+        assert bag.missing(item_digests(items_from_messages([turn]))) == (), turn
+    assert bag.missing(item_digests(items_from_input([dict(item) for item in recorded]))) == ()
+    for name in ("extra_content", "note"):
+        assert all(
+            bag.missing(item_digests(items_from_messages([{**echo, "tool_calls": [{**call, name: "LOST"}]}])))
+            for call in echo.get("tool_calls", ())
+        )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [DETAILS, {"reasoning_details": [{"text": "why"}]}, {"thought_signature": "s"}],
+    ids=["sealed", "text", "other"],
+)
+def test_an_echo_over_responses_reaches_a_chat_upstream_as_one_turn(more):
+    for message in (
+        {"content": None, "tool_calls": [add(**SIGNED)], **more},
+        {"content": None, "reasoning_content": "hm", "tool_calls": [add(**SIGNED, function={"note": "n"})], **more},
+    ):
+        echo = [dict(item) for item in pivot(message).output]
+        result = {"type": "function_call_output", "call_id": "c0", "output": "3"}
+        body, lost = request_to_chat(request_from_responses({"input": [*echo, result]}))
+        assert body["messages"] == [
+            {"role": "assistant", **message},
+            {"role": "tool", "tool_call_id": "c0", "content": "3"},
+        ]
+        assert lost == ()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"annotations": [], "audio": None},
+        {"prefix": False, "tool_calls_done": True},
+        {"audio": {}, "reasoning_details": []},
+    ],
+)
+def test_a_field_that_says_nothing_makes_no_message(more):
+    assert [item["type"] for item in output_from_chat({"content": None, "tool_calls": [add()], **more}, "r")] == [
+        "function_call"
+    ]
+
+
+def test_two_calls_of_custom_tools_under_one_id_get_one_each():
+    first, second = pivot({"content": None, "tool_calls": [custom(), custom(said="pwd")]}).output
+    assert (first["call_id"], second["call_id"]) == ("c0", "call_r1_1")
+    assert finish_from_chat(None, (first,)) == "tool_calls"
+
+
+def test_a_custom_call_is_written_for_an_upstream_that_takes_them():
+    turn = {"role": "assistant", "content": "so", "tool_calls": [custom(**SIGNED)]}
+    items = items_from_messages([turn])
+    assert messages_from_items(items, custom_tools=True) == ([turn], [])
+    assert messages_from_items(items) == ([{"role": "assistant", "content": "so"}], ["items.custom_tool_call"])
+    output = {"type": "custom_tool_call_output", "call_id": "c0", "output": "f"}
+    assert messages_from_items([*items, output], custom_tools=True)[0][1] == {
+        "role": "tool",
+        "tool_call_id": "c0",
+        "content": "f",
+    }
+
+
+def test_a_result_without_an_id_is_that_of_a_custom_call():
+    items = items_from_messages([{"role": "assistant", "tool_calls": [custom()]}, {"role": "tool", "content": "f"}])
+    assert items[1]["call_id"] == "c0"
+
+
+TEXT = {"type": "text", "text": "A"}
+
+
+@pytest.mark.parametrize(
+    ("turn", "sent", "lost"),
+    [
+        ({"content": [thinking("hm"), TEXT]}, {"reasoning_content": "hm", "content": "A"}, ()),
+        (
+            {
+                "content": [
+                    {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+                    TEXT,
+                ]
+            },
+            {"reasoning_content": "hm", "content": "A"},
+            (),
+        ),
+        (
+            {"content": [{"type": "thinking", "thinking": {"odd": "hm"}}, TEXT]},
+            {"content": [{"type": "thinking", "thinking": {"odd": "hm"}}, TEXT]},
+            (),
+        ),
+        (
+            {"content": [{"type": "thinking", "thinking": [{"type": "picture", "x": 1}]}, thinking("hm")]},
+            {"reasoning_content": "hm", "content": [{"type": "thinking", "thinking": [{"type": "picture", "x": 1}]}]},
+            (),
+        ),
+        (
+            {"content": [thinking("hm"), TEXT], "tool_calls": [custom()]},
+            {"reasoning_content": "hm", "content": "A", "tool_calls": [custom()]},
+            (),
+        ),
+        ({"reasoning": "hm", "content": [thinking("so"), TEXT]}, {"reasoning": "hmso", "content": "A"}, ()),
+        ({"content": [thinking("so"), TEXT], "reasoning": "hm"}, {"reasoning": "sohm", "content": "A"}, ()),
+        (
+            {"reasoning_content": "hm", "content": [thinking("hm"), TEXT]},
+            {"reasoning_content": "hm", "content": "A"},
+            (),
+        ),
+        (
+            {"reasoning_content": ["x"], "content": [thinking("hm"), TEXT]},
+            {"reasoning_content": ["x"], "reasoning": "hm", "content": "A"},
+            (),
+        ),
+        (
+            {"reasoning_content": ["x"], "reasoning": {"y": 1}, "content": [thinking("hm"), TEXT]},
+            {"reasoning_content": ["x"], "reasoning": {"y": 1}, "content": "A"},
+            ("items.message.thinking",),
+        ),
+        (
+            {"content": [{"type": "thinking", "thinking": "hm", "signature": "s"}, TEXT]},
+            {"reasoning_content": "hm", "content": "A"},
+            ("items.message.thinking.signature",),
+        ),
+        (
+            {"content": [{"type": "reasoning", "summary": [], "encrypted_content": "zzz"}, TEXT]},
+            {"content": "A"},
+            ("items.message.reasoning.encrypted_content",),
+        ),
+        (
+            {"content": [{"type": "tool_use", "id": "c0", "name": "add", "input": {}}], "tool_calls": [add(**SIGNED)]},
+            {"content": None, "tool_calls": [add(**SIGNED)]},
+            (),
+        ),
+        (
+            {"content": [{"type": "tool_use", "id": "c0", "name": "add", "input": {"a": 1}}], "tool_calls": [add()]},
+            {"content": None, "tool_calls": [add()]},
+            ("items.message.tool_use",),
+        ),
+        (
+            {
+                "content": [{"type": "tool_use", "id": "c1", "name": "add", "input": {"a": 1}, "mood": "glad"}],
+                "tool_calls": [add()],
+            },
+            {"content": None, "tool_calls": [add(), add("c1", {"arguments": '{"a":1}'})]},
+            ("items.message.tool_use.mood",),
+        ),
+    ],
+)
+def test_thoughts_and_calls_among_the_parts_of_a_chat_turn_reach_a_chat_upstream_or_are_named(turn, sent, lost):
+    body, told = clean_chat_body({"messages": [{"role": "assistant", **turn}]})
+    assert body["messages"] == [{"role": "assistant", **sent}]
+    assert told == lost
+
+
+def test_two_thoughts_of_one_message_are_read_in_its_own_order():
+    for message, thought in (
+        ({"content": [thinking("so"), TEXT], "reasoning": "hm"}, "sohm"),
+        ({"reasoning": "hm", "reasoning_content": "so", "content": "A"}, "hmso"),
+        ({"reasoning_content": "so", "content": [thinking("hm"), TEXT], "reasoning": "so"}, "sohm"),
+    ):
+        assert chat_message(output_from_chat(message, "r"))["reasoning_content"] == thought
