@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 import msgspec
@@ -20,9 +21,10 @@ from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.tree import LimitReached
 from toprope.http.app import Limits
 from toprope.servers.model.call import ModelCall
+from toprope.servers.model.claims import Claims
 from toprope.servers.model.engines.base import EngineReply, SampledTokens, Usage
 from toprope.servers.model.replies import recorded_reply, render_reply, reply_details
-from toprope.servers.model.retries import Replay, Wait, decide, extended, request_tag
+from toprope.servers.model.retries import Replay, Seen, Wait, decide, extended, request_tag
 from toprope.servers.model.server import ModelServer
 from toprope.testing.scripted import ScriptedReply
 from toprope.tokens.entry import TokenEntry
@@ -35,8 +37,12 @@ DIALECTS = sorted(ASK)
 T, U = request_tag("b" * 64, "chat"), request_tag("c" * 64, "chat")
 
 
-def call(name, count=0, *, tag=T, recorded=False, abort=None, live=True):
-    return JournalledCall(name, Intent(request_digest=tag, retry_count=count), recorded, abort, live)
+def call(name, count=0, *, tag=T, recorded=False, abort=None, live=True, at="here"):
+    return JournalledCall(name, Intent(False, tag, count, at), recorded, abort, live)
+
+
+def gone(name, count=0, **told):
+    return call(name, count, abort="client_gone", **told)
 
 
 @pytest.mark.parametrize(
@@ -71,9 +77,94 @@ def test_what_a_repeat_is_answered_from(calls, verdict):
 
 def test_an_unmarked_repeat_goes_back_to_a_call_whose_client_is_known_to_have_left():
     calls = [call("a", recorded=True), call("b", recorded=True), call("me")]
-    assert decide(calls, "me", {"a"}) == Replay("a")
-    assert decide([*calls[:2], call("c", abort="replay_of:a"), call("me")], "me", {"a"}) is None
-    assert decide([*calls[:2], call("c", abort="waited_for:a"), call("me")], "me", {"a"}) == Replay("a")
+    assert decide(calls, "me", Seen(left={"a"})) == Replay("a")
+    assert decide([*calls[:2], call("c", abort="replay_of:a"), call("me")], "me", Seen(left={"a"})) is None
+    assert decide([*calls[:2], call("c", abort="waited_for:a"), call("me")], "me", Seen(left={"a"})) == Replay("a")
+
+
+@pytest.mark.parametrize(
+    ("ended", "free"),
+    [
+        ({"abort": "waited_for:a"}, True),
+        ({"abort": "not_sent"}, True),
+        ({"abort": "writer_died"}, True),
+        ({"live": False}, True),
+        ({}, False),
+        ({"abort": "replay_of:a"}, False),
+        ({"recorded": True}, False),
+    ],
+)
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_an_outer_round_gets_what_no_retry_of_the_round_before_was_given(count, ended, free):
+    """An unmarked repeat that says nothing of what it claims is a call of its own, as far as the journal goes."""
+    between = [call(f"m{number}", number, abort="waited_for:a") for number in range(1, count)]
+    tells = count > 0 or "replay_of:a" in ended.values()
+    for first, found in ((gone("a"), Wait("a", drained=True)), (call("a", recorded=True), Replay("a"))):
+        calls = [first, *between, call("b", count, **ended), call("me")]
+        assert decide(calls, "me", Seen(left={"a"})) == (found if free or not tells else None)
+
+
+def test_an_outer_round_takes_an_attempt_from_the_retries_of_the_round_before():
+    """Two samples, each in rounds of 0, 1, 2; one begins its second round before the other ended its first."""
+    calls = [gone("a"), gone("d")]
+    calls += [
+        call("b", 1, abort="waited_for:d"),
+        call("e", 1, abort="waited_for:a"),
+        call("c", 2, abort="waited_for:a"),
+    ]
+    assert decide([*calls, call("g")], "g") == Wait("d", drained=True)
+    for g, seen, found in (
+        (call("g"), Seen(claims={"g": "d"}), "a"),
+        (call("g", abort="replay_of:d"), Seen(), "a"),
+        (call("g", abort="waited_for:d"), Seen(), "d"),
+    ):
+        assert decide([*calls, g, call("f", 2)], "f", seen).call_id == found
+    # Its own first retry goes on from it, and a second one of that count does not get the same.
+    again = [*calls, call("g", abort="waited_for:d"), call("h", 1), call("i", 1)]
+    assert (decide(again, "h").call_id, decide(again, "i").call_id) == ("d", "a")
+
+
+def test_of_repeats_at_once_each_claims_one_and_the_rest_are_calls_of_their_own():
+    calls = [gone("a"), call("b", recorded=True), call("c"), *(call(name) for name in "efgh")]
+    claims = {}
+    for name, found in (("g", "b"), ("e", "a"), ("h", None), ("f", None)):
+        verdict = decide(calls, name, Seen({"b"}, claims))
+        assert (None if verdict is None else verdict.call_id) == found
+        if found:
+            claims[name] = found
+    assert decide(calls, "e", Seen({"b", "c"}, claims)) == Wait("a", drained=True), "its claim, and no newer one"
+    assert decide(calls, "h", Seen({"b"}, claims, gave_up={"g"})) == Replay("b")
+    told = [calls[0], calls[1], call("g", abort="replay_of:b"), call("h")]
+    assert decide(told, "h", Seen({"b"}, {"g": "b"}, gave_up={"g"})) == Replay("b"), "its client left before it came"
+
+
+def test_a_repeat_goes_past_an_abandoned_call_that_never_will_be_recorded():
+    assert decide([gone("a"), gone("b", live=False), call("me")], "me") == Wait("a", drained=True)
+    assert decide([gone("a", live=False), call("me")], "me") is None
+
+
+@pytest.mark.parametrize(
+    ("between", "contested"),
+    [
+        (call("r", at="there"), True),
+        (call("r", at="there", live=False), False),
+        (call("r", at="here"), False),
+        (call("r", at="there", recorded=True), False),
+        (call("r", at="there", tag=U), False),
+        (gone("r", at="there", live=False), False),
+    ],
+)
+def test_an_open_call_of_another_worker_may_have_claimed_what_was_left_before_it(between, contested):
+    mine = Seen({"a"}, writer_epoch="here")
+    for first, found in ((gone("a"), Wait("a", drained=True)), (call("a", recorded=True), Replay("a"))):
+        calls = [first, between, call("me"), call("later", at="there")]
+        waits = Wait("a", drained=isinstance(found, Wait), contested=True)
+        assert decide(calls, "me", mine) == (waits if contested else found)
+        assert decide(calls, "me", Seen({"a"})) == found
+        assert decide([calls[1], first, *calls[2:]], "me", mine) == found, "it was there before"
+    assert (
+        decide([call("a", recorded=True), call("r", abort="replay_of:a", at="there"), call("me")], "me", mine) is None
+    )
 
 
 def test_four_equal_samples_that_retry_in_any_order_claim_four_different_calls():
@@ -87,6 +178,15 @@ def test_an_idempotency_key_is_its_own_claim():
     keyed, other = (request_tag("b" * 64, "chat", key) for key in ("k", "l"))
     assert decide([call("a", recorded=True, tag=keyed), call("me", tag=keyed)], "me") == Replay("a")
     assert decide([call("a", recorded=True, tag=keyed), call("me", tag=other)], "me") is None
+
+
+TOLD = {
+    "type": "message",
+    "id": "msg_x",
+    "role": "assistant",
+    "status": "completed",
+    "content": [{"type": "output_text", "text": "answer 7", "annotations": []}],
+}
 
 
 def entry(name, prompt, said, **fields):
@@ -280,6 +380,10 @@ async def test_an_unmarked_repeat_after_the_connection_closed_is_a_retry(steps):
         assert said(await third.end()) == 1
 
 
+OUTER = {"x_stainless_retry_count": "0"}
+"""What the first request of an outer round says, after one whose last retry said 1."""
+
+
 class Looked(Recorder):
     """A recorder that says when the record was looked at: whoever asked waits, or has its answer, from then on."""
 
@@ -294,7 +398,7 @@ class Looked(Recorder):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("headers", [{}, {"idempotency_key": "k"}], ids=["unmarked", "keyed"])
+@pytest.mark.parametrize("headers", [{}, {"idempotency_key": "k"}, OUTER], ids=["unmarked", "keyed", "outer round"])
 @pytest.mark.parametrize("workers", [1, 2])
 async def test_who_leaves_while_it_waits_leaves_the_answer_to_the_next_one(tmp_path, steps, workers, headers, stream):
     stores = [SqliteStore(tmp_path / "c.db") for _ in range(workers)]
@@ -309,19 +413,260 @@ async def test_who_leaves_while_it_waits_leaves_the_answer_to_the_next_one(tmp_p
         await steps.next(go=False)
         left.leave()
         await _journal(stores[0], 1, lambda calls: calls[0].abort == "client_gone")
-        waiting = await last.ask("chat", stream=stream, **headers)
+        retry = {"x_stainless_retry_count": "1"} if headers is OUTER else headers
+        waiting = await last.ask("chat", stream=stream, **retry)
         await asyncio.wait_for(recorders[-1].looked.wait(), 10)
         waiting.leave()
         await _journal(stores[0], 2, lambda calls: calls[1].abort is not None)
         third = await last.ask("chat", stream=stream, **headers)
         await _journal(stores[0], 3)
         steps.gates[0].set()
-        assert said(await third.end()) == 0
+        assert said(await _answer(third)) == 0
     one, two, three = await stores[0].begun_calls("4-2")
     assert (one.recorded, two.abort, three.abort) == (True, f"waited_for:{one.call_id}", f"replay_of:{one.call_id}")
     assert len(steps.gates) == 1
     for each in stores:
         await each.close()
+
+
+@pytest.mark.parametrize("durable", [False, True], ids=["running", "durable"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a7_outer_rounds_that_time_out_are_answered_by_the_one_generation(steps, stream, durable):
+    """As `max_retries=2` inside a loop of the program's own: 0, 1, 2, then 0, 1, 2 again."""
+    store = MemoryStore()
+    settings = {"recorder": Recorder(store, reader=store), "limits": Limits(drain_s=20)}
+    async with on_the_wire(engine=Typist(script=steps, size=99), **settings) as wire:
+        for number in range(9):
+            asked = await wire.ask("chat", stream=stream, x_stainless_retry_count=str(number % 3))
+            if number == 0:
+                await steps.next(go=False)
+            else:
+                await _journal(store, number + 1)
+            asked.leave()
+            await _journal(store, number + 1, lambda calls: calls[-1].abort is not None)
+        if durable:
+            steps.gates[0].set()
+            await _journal(store, 9, lambda calls: calls[0].recorded)
+        last = await wire.ask("chat", stream=stream, x_stainless_retry_count="0")
+        await _journal(store, 10)
+        steps.gates[0].set()
+        assert said(await _answer(last)) == 0
+    assert len(steps.gates) == 1
+    snapshot = await store.freeze("4-2")
+    assert [each.client_gone for each in snapshot.entries] == [False]
+    assert isinstance(build(snapshot), Trainable)
+
+
+@asynccontextmanager
+async def workers(tmp_path, steps, number, **limits):
+    """So many model servers on one store; the last thing given is what tells the journal."""
+    stores = [SqliteStore(tmp_path / "c.db") for _ in range(number)]
+    settings = {"engine": Typist(script=steps, size=99), "limits": Limits(drain_s=20, **limits)}
+    async with AsyncExitStack() as stack:
+        yield [
+            *[await stack.enter_async_context(on_the_wire(recorder=Recorder(s, reader=s), **settings)) for s in stores],
+            stores[0],
+        ]
+    for each in stores:
+        await each.close()
+
+
+@pytest.mark.parametrize("count", [None, "0"], ids=["unmarked", "outer round"])
+@pytest.mark.parametrize("durable", [False, True], ids=["running", "durable"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("number", [1, 2])
+async def test_equal_samples_that_all_come_again_unmarked_get_their_own_answers(
+    tmp_path, steps, number, stream, durable, count
+):
+    mark = {} if count is None else {"x_stainless_retry_count": count}
+    async with workers(tmp_path, steps, number) as (*wires, store):
+        first = [await wires[at % number].ask("chat", stream=stream, **mark) for at in range(4)]
+        for _ in first:
+            await steps.next(go=False)
+        for each in first:
+            each.leave()
+        await _journal(store, 4, lambda calls: all(each.abort == "client_gone" for each in calls))
+        if durable:
+            for gate in steps.gates:
+                gate.set()
+            await _journal(store, 4, lambda calls: all(each.recorded for each in calls))
+        again = [await wires[-1 - at % number].ask("chat", stream=stream, **mark) for at in range(4)]
+        await _journal(store, 8)
+        for gate in steps.gates:
+            gate.set()
+        assert sorted([said(await _answer(each)) for each in again]) == [0, 1, 2, 3]
+        assert len(steps.gates) == 4
+        fifth = await wires[0].ask("chat", stream=stream, **mark)  # all of them were sent whole
+        await steps.next()
+        assert said(await _answer(fifth)) == 4
+
+
+@pytest.mark.parametrize("durable", [False, True], ids=["running", "durable"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_of_equal_samples_at_once_after_one_that_was_left_one_is_its_retry(tmp_path, steps, stream, durable):
+    async with workers(tmp_path, steps, 1) as (wire, store):
+        first = await wire.ask("chat", stream=stream)
+        await steps.next(go=False)
+        first.leave()
+        await _journal(store, 1, lambda calls: calls[0].abort == "client_gone")
+        if durable:
+            steps.gates[0].set()
+            await _journal(store, 1, lambda calls: calls[0].recorded)
+        again = [await wire.ask("chat", stream=stream) for _ in range(4)]
+        for _ in range(3):
+            await steps.next()
+        steps.gates[0].set()
+        assert sorted([said(await _answer(each)) for each in again]) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_gives_up_leaves_what_it_had_claimed_and_nothing_else(tmp_path, steps, stream):
+    async with workers(tmp_path, steps, 1) as (wire, store):
+        first = [await wire.ask("chat", stream=stream) for _ in range(2)]
+        for _ in first:
+            await steps.next(go=False)
+        for each in first:
+            each.leave()
+        await _journal(store, 2, lambda calls: all(each.abort == "client_gone" for each in calls))
+        stays = await wire.ask("chat", stream=stream)
+        await _journal(store, 3)
+        gives_up = await wire.ask("chat", stream=stream)
+        await _journal(store, 4)
+        gives_up.leave()
+        await _journal(store, 4, lambda calls: sum(each.abort is not None for each in calls) == 3)
+        third = await wire.ask("chat", stream=stream)
+        await _journal(store, 5)
+        for gate in steps.gates:
+            gate.set()
+        assert sorted([said(await _answer(stays)), said(await _answer(third))]) == [0, 1]
+        assert len(steps.gates) == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_repeat_whose_client_leaves_while_its_answer_is_noted_got_nothing(steps, stream):
+    store = MemoryStore()
+    noting, note = asyncio.Event(), asyncio.Event()
+
+    class Slow(Recorder):
+        async def abort(self, key, call_id, reason, **more):
+            if reason.startswith("replay_of:") and not noting.is_set():
+                noting.set()
+                try:
+                    await note.wait()
+                finally:
+                    await super().abort(key, call_id, reason, **more)
+            else:
+                await super().abort(key, call_id, reason, **more)
+
+    async with on_the_wire(engine=Typist(script=steps, size=99), recorder=Slow(store, reader=store)) as wire:
+        first = await wire.ask("chat", stream=stream)
+        await steps.next(go=False)
+        first.leave()
+        await _journal(store, 1, lambda calls: calls[0].abort == "client_gone")
+        again = await wire.ask("chat", stream=stream)
+        steps.gates[0].set()
+        await asyncio.wait_for(noting.wait(), 10)
+        again.leave()
+        await _journal(store, 2, lambda calls: calls[1].abort is not None)
+        third = await wire.ask("chat", stream=stream)
+        assert said(await _answer(third)) == 0
+    assert len(steps.gates) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_after_the_record_and_before_the_end_of_its_reply_comes_back_for_it(steps, stream):
+    """Neither record nor journal tells that its client is gone; the server that it left does."""
+    store = MemoryStore()
+    left, go_on = asyncio.Event(), asyncio.Event()
+
+    class Held(ModelServer):
+        async def after_call(self, call, reply):
+            await go_on.wait()
+
+    class Told(Recorder):
+        async def abort(self, key, call_id, reason, **more):
+            await super().abort(key, call_id, reason, **more)
+            if reason == "client_gone":
+                left.set()
+
+    async with on_the_wire(Held, engine=Typist(script=steps, size=99), recorder=Told(store, reader=store)) as wire:
+        first = await wire.ask("chat", stream=stream)
+        await steps.next()
+        await _journal(store, 1, lambda calls: calls[0].recorded)
+        first.leave()
+        await asyncio.wait_for(left.wait(), 10)
+        (told,) = await store.begun_calls("4-2")
+        assert (told.recorded, told.abort) == (True, None)
+        assert [entry.client_gone for entry in await store.open_entries("4-2")] == [False]
+        go_on.set()
+        again = await wire.ask("chat", stream=stream)
+        await _journal(store, 2, lambda calls: calls[1].abort is not None or len(steps.gates) > 1)
+        assert len(steps.gates) == 1
+        assert said(await _answer(again)) == 0
+
+
+@pytest.mark.parametrize("repeats", [False, True], ids=["a sample of its own", "a repeat"])
+async def test_a_repeat_waits_to_see_what_an_earlier_one_at_another_worker_claimed(tmp_path, steps, repeats):
+    async with workers(tmp_path, steps, 2) as (one, two, store):
+        first = await one.ask("chat")
+        await steps.next(go=False)
+        if not repeats:
+            other = await one.ask("chat")
+            await steps.next(go=False)
+        first.leave()
+        await _journal(store, 1, lambda calls: calls[0].abort == "client_gone")
+        if repeats:
+            other = await one.ask("chat")
+            await _journal(store, 2)
+        again = await two.ask("chat")
+        await _journal(store, 3)
+        steps.gates[0].set()
+        await _journal(store, 3, lambda calls: calls[0].recorded)
+        if repeats:
+            await steps.next()
+            assert (said(await _answer(other)), said(await _answer(again))) == (0, 1)
+        else:
+            steps.gates[1].set()
+            assert (said(await _answer(other)), said(await _answer(again))) == (1, 0)
+    assert len(steps.gates) == 2
+
+
+async def test_nobody_waits_beyond_the_drain_bound_to_see_what_another_worker_claimed(tmp_path, steps):
+    one, two = SqliteStore(tmp_path / "c.db"), SqliteStore(tmp_path / "c.db")
+    lost, limits = Recorder(one, reader=one), Limits(drain_s=0.01)
+    async with on_the_wire(engine=Typist(script=steps), recorder=Recorder(two, reader=two), limits=limits) as wire:
+        path, body = ASK["chat"]
+        tag = request_tag(digest_bytes(json.dumps(body).encode()), "chat")
+        await lost.begin("4-2", "left", intent=Intent(request_digest=tag))
+        await one.put(replace(entry("left", [1], [2], client_gone=True, output_items=(TOLD,)), rollout_id="4-2"))
+        await lost.begin("4-2", "silent", intent=Intent(request_digest=tag))
+        again = await wire.call(CAPTURED + path, body)
+        assert said(await _answer(again)) == 7
+    assert steps.gates == []
+    await one.close()
+    await two.close()
+
+
+def test_what_is_known_of_claims_is_bounded_and_a_claim_that_came_to_nothing_leaves_nothing():
+    claims = Claims()
+    made = [
+        ModelCall(f"c{n}", "chat", ResponsesRequest(input=()), {}, f"{n:064x}", rollout_id="k") for n in range(5000)
+    ]
+    for each in made:
+        claims.claim(each, "a")
+        claims.release(each)
+        claims.release(each)
+    assert len(claims) == 0
+    claims.claim(made[0], "a")
+    for each in made:
+        claims.left(each)
+        claims.left(made[0])
+    assert len(claims) == 4096
+    assert claims.seen(made[0]).claims == {made[0].call_id: "a"}
+    assert claims.know(made[-1])
+    assert not claims.know(made[1])
+    claims.give_up(made[-1])
+    assert claims.seen(made[-1]).gave_up == {made[-1].call_id}
 
 
 async def test_nobody_waits_beyond_the_drain_bound_for_a_call_that_a_live_worker_lost(tmp_path, steps):
@@ -528,6 +873,12 @@ async def test_an_early_leaver_at_one_worker_is_known_to_the_other(tmp_path, ste
         assert said(await again.end()) == 0
     await one.close()
     await two.close()
+
+
+async def _answer(asked):
+    """The whole body of a reply that is due; a call that waits for what nobody does fails, it does not hang."""
+    async with asyncio.timeout(10):
+        return await asked.end()
 
 
 async def _journal(store, calls, holds=lambda calls: True):

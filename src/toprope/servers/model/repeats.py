@@ -1,7 +1,8 @@
 """Requests that clients send again: answered from the record, held until it is there, or let through as new calls.
 
 The retry's own intent stands in the journal before this is asked, so that the place of each is the same for every
-worker. Left to others: which attempt a retry claims (`retries`), what a reply from the record looks like (`replies`).
+worker. Left to others: which attempt a retry claims (`retries`), what is known of claims before the journal tells it
+(`claims`), what a reply from the record looks like (`replies`).
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import OrderedDict
 from collections.abc import Iterable
 
 from toprope.capture.protocols import JournalledCall
 from toprope.capture.recorder import Recorder
 from toprope.errors.tree import BadRequest
 from toprope.servers.model.call import ModelCall
+from toprope.servers.model.claims import Claims
 from toprope.servers.model.retries import (
     NOT_SENT,
     Replay,
@@ -33,8 +34,6 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = (0.02, 0.5)
 """First and longest pause between looks at a call of another process, which cannot wake us."""
-_MAX_LEFT = 4096
-"""Requests with early leavers that are remembered; what is forgotten is sampled anew."""
 
 
 class Repeats:
@@ -44,7 +43,7 @@ class Repeats:
         self._recorder = recorder
         self._drain_s = drain_s
         self._running: dict[str, asyncio.Event] = {}
-        self._left: OrderedDict[tuple[str, str], set[str]] = OrderedDict()
+        self._claims = Claims()
 
     def began(self, call: ModelCall) -> None:
         """`call` was dispatched here; until `ended` a retry of it waits."""
@@ -58,18 +57,15 @@ class Repeats:
 
     def left(self, call: ModelCall) -> None:
         """The client of `call` left before its reply was sent whole."""
-        if not call.captured or call.rollout_id is None:
-            return
-        self._left.setdefault((call.rollout_id, call.tag), set()).add(call.call_id)
-        if len(self._left) > _MAX_LEFT:
-            self._left.popitem(last=False)
+        if call.captured and call.rollout_id is not None:
+            self._claims.left(call)
 
     def may_be_one(self, call: ModelCall) -> bool:
         """Whether `call` can be a repeat at all. Most are not, and cost no look at the journal."""
         if self._recorder is None or not call.captured or call.rollout_id is None:
             return False
         marked = bool(call.retry_count) or call.idempotency_key is not None
-        return marked or (call.rollout_id, call.tag) in self._left or self._recorder.shares(call.rollout_id)
+        return marked or self._claims.know(call) or self._recorder.shares(call.rollout_id)
 
     async def check_key(self, call: ModelCall) -> None:
         """Raises `BadRequest` (422) for an `Idempotency-Key` that this rollout used with another body.
@@ -91,30 +87,47 @@ class Repeats:
             return None
         assert self._recorder is not None
         assert call.rollout_id is not None
-        wait: Wait | None = None
-        pause, since = _LOOK_S[0], time.monotonic()
+        waits: list[Wait] = []
+        entry: TokenEntry | None = None
+        answered = False
         try:
-            while True:
-                verdict, entry = await self._look(call)
-                if isinstance(verdict, Replay):
-                    break
-                wait = verdict
-                if wait is None or not await self._still_runs(wait, pause, since):
-                    return None
-                pause = min(2 * pause, _LOOK_S[1])
+            entry = await self._record_of(call, waits)
+            if entry is not None:
+                await self._recorder.abort(call.rollout_id, call.call_id, replay_of(entry.model_call_id))
+                answered = True
         except BadRequest:
             await self._recorder.abort(call.rollout_id, call.call_id, NOT_SENT)
             raise
         except asyncio.CancelledError:
-            reason = NOT_SENT if wait is None else waited_for(wait.call_id)
-            await self._recorder.abort(call.rollout_id, call.call_id, reason)
+            self._claims.give_up(call)  # before anything is awaited: whoever comes next may have what it waited for
+            if entry is None:
+                reason = waited_for(waits[-1].call_id) if waits else NOT_SENT
+                await self._recorder.abort(call.rollout_id, call.call_id, reason)
             raise
-        if entry is not None:
-            await self._recorder.abort(call.rollout_id, call.call_id, replay_of(entry.model_call_id))
+        finally:
+            if not answered:
+                self._claims.release(call)
         return entry
 
-    async def _look(self, call: ModelCall) -> tuple[Verdict, TokenEntry | None]:
-        """What journal and record say now; the entry to replay, None where the verdict is no replay or must not be."""
+    async def _record_of(self, call: ModelCall, waits: list[Wait]) -> TokenEntry | None:
+        """The record that answers `call`, once it is there; None: a new call. `waits` holds what it waits for."""
+        pause, since, doubt = _LOOK_S[0], time.monotonic(), None
+        while True:
+            verdict, entry = await self._look(call, doubting=doubt is None or not self._over(doubt))
+            if not isinstance(verdict, Wait):
+                return entry
+            waits[:] = [verdict]
+            if verdict.contested and doubt is None:
+                doubt = time.monotonic()
+            if not await self._still_runs(verdict, pause, since):
+                return None
+            pause = min(2 * pause, _LOOK_S[1])
+
+    async def _look(self, call: ModelCall, *, doubting: bool) -> tuple[Verdict, TokenEntry | None]:
+        """What journal and record say now; the entry to replay, None where the verdict is no replay or must not be.
+
+        What the verdict claims is claimed on return. `doubting`: an open call of another worker may be a repeat.
+        """
         assert self._recorder is not None
         assert call.rollout_id is not None
         try:
@@ -129,9 +142,14 @@ class Repeats:
         except Exception:  # what cannot be read cannot be repeated; the call itself can still be made
             log.exception("%s: the journal could not be read; a repeated request is sampled anew", call.rollout_id)
             return None, None
-        left = {each.model_call_id for each in entries.values() if each.client_gone}
-        left |= self._left.get((call.rollout_id, call.tag), set())
-        verdict = decide(calls, call.call_id, left)
+        # From here to the end nothing is awaited: of repeats at once one decides after the other.
+        gone = [each.model_call_id for each in entries.values() if each.client_gone]
+        seen = self._claims.seen(call, left=gone, writer_epoch=self._recorder.writer_epoch if doubting else None)
+        verdict = decide(calls, call.call_id, seen)
+        if verdict is None or (isinstance(verdict, Wait) and verdict.contested):
+            self._claims.release(call)
+        else:
+            self._claims.claim(call, verdict.call_id)
         if not isinstance(verdict, Replay):
             return verdict, None
         entry = entries.get(verdict.call_id)
@@ -143,10 +161,14 @@ class Repeats:
         if ours is not None:
             await ours.wait()
             return True
-        if wait.drained and time.monotonic() - since > self._drain_s + 1.0:
+        if wait.drained and self._over(since):
             return False  # a live worker that lost the call without saying so
         await asyncio.sleep(pause)
         return True
+
+    def _over(self, since: float) -> bool:
+        """Whether a call whose client left had its time, if it had left at `since`."""
+        return time.monotonic() - since > self._drain_s + 1.0
 
 
 def _require_own_key(call: ModelCall, calls: Iterable[JournalledCall]) -> None:

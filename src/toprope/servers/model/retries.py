@@ -3,25 +3,30 @@
 The libraries of OpenAI and Anthropic repeat a request with the same bytes and count up (`x-stainless-retry-count`
 0, 1, 2). Requests are equal when their tags are: same body, same dialect, same `Idempotency-Key` if there is one.
 
-    marked     a retry with count n claims, once, the newest unclaimed attempt of its tag whose count is n - 1, failed
-               and refused ones included; the order of the journal decides, so that every process finds the same
+    marked     a retry with count n claims, once, the newest unclaimed attempt of its tag whose last count is n - 1,
+               failed and refused ones included; the order of the journal decides, so that every process finds the same
     keyed      a request with an `Idempotency-Key` is the repeat of every earlier one of its tag
-    unmarked   a repeat counts as a retry only of an attempt whose connection closed before its reply was sent whole
+    unmarked   a repeat claims, once, the newest unclaimed call whose connection closed before its reply was sent whole;
+               so does a retry whose own attempt was claimed by such a one, or never came here
 
 A claim leads to a call that is recorded (answer from it), may still be recorded (wait) or never will be (a new call).
-An attempt that was itself answered from the record, or was still waiting to be, leads on to what it stood for. Left to
-others: reading journal and record, waiting (`repeats`).
+An attempt that was itself answered from the record, or was still waiting to be, leads on to what it stood for. A repeat
+that ended with nothing (its client left while it waited, its server died) claims nothing any more.
+
+The journal does not say what an unmarked repeat claims before it is answered. Its own process does (`Seen`); another
+one waits for what becomes of it. Left to others: reading journal and record, waiting (`repeats`).
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from toprope.capture.protocols import JournalledCall
 from toprope.tokens.entry import TokenEntry
+from toprope.tokens.settling import WRITER_DIED
 
 CLIENT_GONE = "client_gone"
 """The abort of a call whose client left; its generation is drained, and a put would remove the abort."""
@@ -39,14 +44,33 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """`call_id` may still be recorded. `drained`: its client left, and its generation has a bound."""
+    """`call_id` may still be recorded. `drained`: its client left, and its generation has a bound.
+
+    `contested`: an earlier repeat at another worker may have claimed it, and will say so when it ends.
+    """
 
     call_id: str
     drained: bool = False
+    contested: bool = False
 
 
 Verdict: TypeAlias = Replay | Wait | None
 """None: a new call."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What one process knows of the calls of a tag beyond the journal.
+
+    `left`: calls whose connection closed before their reply was sent whole. `claims`: for each repeat here the call
+    that it waits for or was answered from. `gave_up`: repeats here whose client left before they had an answer.
+    `writer_epoch` is its own; None: open calls of other workers claim nothing.
+    """
+
+    left: Collection[str] = ()
+    claims: Mapping[str, str] = field(default_factory=dict)
+    gave_up: Collection[str] = ()
+    writer_epoch: str | None = None
 
 
 def request_tag(body_digest: str, dialect: str, idempotency_key: str | None = None) -> str:
@@ -73,22 +97,17 @@ def key_conflict(calls: Iterable[JournalledCall], tag: str) -> bool:
     return first.partition("/")[0] != tag.partition("/")[0]
 
 
-def decide(calls: Sequence[JournalledCall], call_id: str, left: Collection[str] = ()) -> Verdict:
-    """The verdict on `call_id`, which is in `calls` (in journal order). `left`: calls whose connection is known to have
-    closed before their reply was sent whole."""
-    at = next((place for place, call in enumerate(calls) if call.call_id == call_id), None)
-    if at is None:
+def decide(calls: Sequence[JournalledCall], call_id: str, seen: Seen | None = None) -> Verdict:
+    """The verdict on `call_id`, which is in `calls` (in journal order), as the process that `seen` is of finds it."""
+    mine = next((call for call in calls if call.call_id == call_id), None)
+    if mine is None or not mine.intent.request_digest:
         return None
-    claims = _claims(calls)
-    mine = calls[at].intent
-    if mine.request_digest.count("/") == 2:
-        claimed = next((c for c in reversed(calls[:at]) if c.intent.request_digest == mine.request_digest), None)
-    elif mine.retry_count > 0:
-        by_id = {call.call_id: call for call in calls}
-        claimed = by_id.get(claims.get(call_id, ""))
-    else:
-        claimed = _left_behind(calls, at, left, claims)
-    return None if claimed is None else _lead(claimed, {call.call_id: call for call in calls}, claims)
+    tag = mine.intent.request_digest
+    equal = _Equal([call for call in calls if call.intent.request_digest == tag], call_id, seen or Seen())
+    if tag.count("/") == 2:
+        return equal.lead(equal.earlier[-1]) if equal.earlier else None
+    claimed = equal.claims.get(call_id)
+    return equal.left_behind() if claimed is None else equal.lead(equal.by_id[claimed])
 
 
 def extended(call_id: str, entries: Sequence[TokenEntry]) -> bool:
@@ -105,47 +124,97 @@ def extended(call_id: str, entries: Sequence[TokenEntry]) -> bool:
     )
 
 
-def _claims(calls: Sequence[JournalledCall]) -> dict[str, str]:
-    """For each marked retry the attempt that it claims."""
-    free: dict[tuple[str, int], list[str]] = {}
-    claims: dict[str, str] = {}
-    for call in calls:
-        tag, count = call.intent.request_digest, call.intent.retry_count
-        waiting = free.get((tag, count - 1)) if tag and count > 0 else None
-        if waiting:
-            claims[call.call_id] = waiting.pop()
-        free.setdefault((tag, count), []).append(call.call_id)
-    return claims
+class _Equal:
+    """The calls of one tag in journal order, seen from one of them, and which call each repeat among them claims.
 
+    An attempt is a call and the repeats that claimed it, each in turn; the last one's count is the attempt's. So an
+    outer round, which counts from 0 again, takes an attempt from the retries of the round before.
+    """
 
-def _left_behind(
-    calls: Sequence[JournalledCall], at: int, left: Collection[str], claims: Mapping[str, str]
-) -> JournalledCall | None:
-    tag = calls[at].intent.request_digest
-    # Who left while it waited got nothing: what it waited for is still to be had.
-    answered = {_after(_REPLAY, call) for call in calls if call.call_id != calls[at].call_id}
-    taken = {*claims.values(), *answered}
-    for call in reversed(calls[:at]):
-        gone = call.abort == CLIENT_GONE or call.call_id in left
-        if tag and call.intent.request_digest == tag and gone and call.call_id not in taken:
-            return call
-    return None
+    def __init__(self, calls: Sequence[JournalledCall], call_id: str, seen: Seen) -> None:
+        self.by_id = {call.call_id: call for call in calls}
+        self.earlier = calls[: list(self.by_id).index(call_id)]
+        self.claims: dict[str, str] = {}
+        self._calls = calls
+        self._me = call_id
+        self._seen = seen
+        self._claim()
 
+    def _claim(self) -> None:
+        first: dict[str, str] = {}  # of each call: the one that its attempt began with
+        last: dict[str, str] = {}  # of each attempt
+        free: dict[int, list[str]] = {}
+        for call in self._calls:
+            count = call.intent.retry_count
+            claimed = None if call.call_id == self._me else _target(call) or self._seen.claims.get(call.call_id)
+            if claimed in first:
+                before = last[first[claimed]]
+                ends = free[self.by_id[before].intent.retry_count]
+                if before in ends:
+                    ends.remove(before)
+            else:
+                ends = free.get(count - 1, [])
+                claimed = ends.pop() if count > 0 and ends else None
+            if claimed is not None:
+                self.claims[call.call_id] = claimed
+            first[call.call_id] = call.call_id if claimed is None else first[claimed]
+            last[first[call.call_id]] = call.call_id
+            free.setdefault(count, []).append(call.call_id)
 
-def _lead(call: JournalledCall, by_id: Mapping[str, JournalledCall], claims: Mapping[str, str]) -> Verdict:
-    for _ in range(len(by_id)):  # every step leads to an earlier call; damage must not go in circles
-        if call.recorded:
-            return Replay(call.call_id)
-        target = _target(call)
-        if target is None:
-            if call.live and (call.open or call.abort == CLIENT_GONE):
-                return Wait(call.call_id, call.abort == CLIENT_GONE)
-            # It failed, was refused, or died. If it was a retry that died while it waited, what it claimed may stand.
-            target = claims.get(call.call_id)
-        if target is None or target not in by_id:
-            return None
-        call = by_id[target]
-    return None
+    def left_behind(self) -> Verdict:
+        """The verdict of an unmarked repeat: what it claimed before, else the newest that is to be had."""
+        taken, held = self._taken(), self._seen.claims.get(self._me)
+        newest_first = self.earlier[::-1]
+        gone = [call for call in newest_first if call.abort == CLIENT_GONE or call.call_id in self._seen.left]
+        for call in sorted(gone, key=lambda call: call.call_id != held):
+            verdict = self.lead(call)
+            if verdict is not None and not taken & {call.call_id, verdict.call_id}:
+                if not self._contested(call):
+                    return verdict
+                return Wait(verdict.call_id, isinstance(verdict, Wait) and verdict.drained, contested=True)
+        return None
+
+    def _taken(self) -> set[str]:
+        """What others claim, and what that stood for."""
+        taken: set[str] = set()
+        for call in self._calls:
+            if call.call_id == self._me or self._has_nothing(call):
+                continue
+            claimed = self.claims.get(call.call_id)
+            while claimed is not None:  # claims lead to earlier calls
+                taken.add(claimed)
+                claimed = self.claims.get(claimed)
+        return taken
+
+    def _has_nothing(self, call: JournalledCall) -> bool:
+        """Whether this repeat ended with nothing: what it claimed is still to be had."""
+        ended = call.abort in (NOT_SENT, WRITER_DIED) or _after(_WAITED, call) is not None
+        return ended or call.call_id in self._seen.gave_up or (call.open and not call.live)
+
+    def _contested(self, gone: JournalledCall) -> bool:
+        """Whether an earlier call at another worker, which is a sample of its own or a repeat, may have claimed it."""
+        own = self._seen.writer_epoch
+        since = self.earlier[self.earlier.index(gone) + 1 :]
+        return own is not None and any(
+            call.open and call.live and call.intent.writer_epoch != own and call.call_id not in self.claims
+            for call in since
+        )
+
+    def lead(self, call: JournalledCall) -> Verdict:
+        """The verdict of whoever claims `call`."""
+        for _ in range(len(self.by_id)):  # every step leads to an earlier call; damage must not go in circles
+            if call.recorded:
+                return Replay(call.call_id)
+            target = _target(call)
+            if target is None:
+                if call.live and (call.open or call.abort == CLIENT_GONE):
+                    return Wait(call.call_id, call.abort == CLIENT_GONE)
+                # It failed, was refused, or died. Of a retry that died while it waited what it claimed may stand.
+                target = self.claims.get(call.call_id)
+            if target is None or target not in self.by_id:
+                return None
+            call = self.by_id[target]
+        return None
 
 
 def _target(call: JournalledCall) -> str | None:
