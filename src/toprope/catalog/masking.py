@@ -12,7 +12,10 @@ import re
 from toprope.canonical.json import NotJson
 from toprope.http.jsonbody import decode_any, encode
 
-_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"', re.DOTALL)
+_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
+"""A text of a JSON body, or one that never ends: looked for from each quote in it, that would take its square."""
+_ESCAPED = re.compile(rb"\\u00[2-7]")
+"""A character that needs no escape, or one that writes escapes, written as one."""
 
 
 class Mask:
@@ -21,7 +24,8 @@ class Mask:
     def __init__(self, secret: str, instead: str) -> None:
         self._secret = secret.encode()
         self._instead = instead
-        each = (rf"(?:{re.escape(char)}|\\+u00(?i:{ord(char):02x}))" for char in secret)
+        # A run of backslashes is looked at from its first one only: from each, a long one would take its square.
+        each = (rf"(?:{re.escape(char)}|(?<!\\)\\++u00(?i:{ord(char):02x}))" for char in secret)
         self._pattern = re.compile("".join(each))
 
     def text(self, text: str) -> str:
@@ -30,7 +34,7 @@ class Mask:
 
     def body(self, body: bytes) -> bytes:
         """`body` without the secret, in the same JSON otherwise; what is no JSON is taken for a text."""
-        if b"\\" not in body and self._secret not in body:
+        if self._surely_without(body):
             return body
         masked = _TEXT.sub(self._literal, body)
         try:
@@ -39,9 +43,12 @@ class Mask:
             return self.text(body.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
         return masked
 
+    def _surely_without(self, data: bytes) -> bool:
+        return self._secret not in data and _ESCAPED.search(data) is None
+
     def _literal(self, found: re.Match[bytes]) -> bytes:
         literal = found[0]
-        if b"\\" not in literal and self._secret not in literal:
+        if self._surely_without(literal):
             return literal
         try:
             text = json.loads(literal)

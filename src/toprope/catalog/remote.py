@@ -115,7 +115,8 @@ class RemoteAgent(Agent):
                 if activation.number == 1:
                     activation.observations.gap("what the remote agent did beside its model calls is not observed")
             # What it says of itself must not carry the key on: messages and rows are for many to read.
-            reply = replace(reply, body=Mask(keys.own, "[the gate's key]").body(reply.body))
+            mask = Mask(keys.own, "[the gate's key]")
+            reply = replace(reply, body=await asyncio.to_thread(mask.body, reply.body))  # 16 MiB may take seconds
             return _read(_accepted(reply), model, extended=activation.extended)
 
     async def _ask(self, body: Mapping[str, Any]) -> Reply:

@@ -25,8 +25,6 @@ may log, report progress and ask."""
 MAX_UNASKED_BYTES = 64 * 2**20
 """The same in bytes."""
 
-_MAX_SCHEMA_BYTES = 2**16
-_COSTLY = (b'"pattern', b'"$ref"', b'"$dynamicRef"', b'"$recursiveRef"', b'"uniqueItems"')
 _KINDS = ("method", "result", "error")
 
 if logging.getLogger("mcp.client").level == logging.NOTSET:
@@ -62,26 +60,24 @@ def check_answer(asked: Any, message: JSONRPCMessage, raw: bytes) -> None:
         raise Unfit(f"what came back answers no request of id {asked!r}: {shown(raw)}")
 
 
-def drop_costly_schemas(message: JSONRPCMessage) -> bool:
-    """Take out of a listing the output schemas that are not safe to check against; whether there was one.
+def drop_output_schemas(message: JSONRPCMessage) -> bool:
+    """Take the output schemas out of a listing; whether there was one.
 
-    The SDK checks each result of a tool against its output schema, in our event loop: a regular expression of the
-    server's, or references that fan out, would hold up all episodes of the process for as long as it likes.
+    The SDK checks each result of a tool against its output schema, in our event loop. A regular expression of the
+    server's, references that fan out, or choices within choices (26 KB of `anyOf`: a minute for a result of 2.5 KB)
+    would hold up all episodes of the process. The model reads the text of a result, and needs no such check.
     """
     tools = message.result.get("tools") if isinstance(message, JSONRPCResponse) else None
-    dropped = False
-    for entry in tools if isinstance(tools, list) else ():
-        if isinstance(entry, dict) and "outputSchema" in entry:
-            text = json.dumps(entry["outputSchema"])
-            if len(text) > _MAX_SCHEMA_BYTES or any(key in text for key in _COSTLY):
-                del entry["outputSchema"]
-                dropped = True
-    return dropped
+    listed = tools if isinstance(tools, list) else []
+    having = [entry for entry in listed if isinstance(entry, dict) and "outputSchema" in entry]
+    for entry in having:
+        del entry["outputSchema"]
+    return bool(having)
 
 
 def passed_on(message: JSONRPCMessage, raw: bytes) -> bytes:
-    """What the SDK gets of a message that came as `raw`: that, or what is left without costly schemas."""
-    if not drop_costly_schemas(message):
+    """What the SDK gets of a message that came as `raw`: that, or what is left without output schemas."""
+    if not drop_output_schemas(message):
         return raw
     return message.model_dump_json(by_alias=True, exclude_unset=True).encode()
 

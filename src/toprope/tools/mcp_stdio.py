@@ -29,7 +29,7 @@ from mcp.types import JSONRPCError, JSONRPCMessage, JSONRPCNotification, JSONRPC
 
 from toprope.protocol.grants import Stdio
 from toprope.tools import guard
-from toprope.tools.mcp_messages import Trouble, Unasked, Unfit, drop_costly_schemas, read_message, shown
+from toprope.tools.mcp_messages import Trouble, Unasked, Unfit, drop_output_schemas, read_message, shown
 
 log = logging.getLogger("toprope.tools")
 
@@ -158,7 +158,7 @@ class _Lines:
         else:
             self._open.discard(number)
             self._unasked.clear()
-            drop_costly_schemas(message)
+            drop_output_schemas(message)
         return message
 
     def _skip(self, line: bytes, why: Unfit) -> None:

@@ -216,6 +216,18 @@ def test_a_mask_leaves_everything_else_as_it_was() -> None:
     assert mask.body(b'"' + b"\\n" * 1_000_000 + b'tr-Ab_9"') == b'"' + b"\\n" * 1_000_000 + b'[gone]"'
 
 
+def test_what_a_stranger_says_is_masked_in_time_that_grows_with_its_length() -> None:
+    """Each takes under a second; where time grew with the square, a minute to hours."""
+    mask = Mask("tr-Ab_9", "[gone]")
+    run, open_text = b"\\" * 400_000, b'"' + b'\\"' * 200_000
+    for body in (run, b'"' + run + b'"', b'"\\u0041' + run + b'"', open_text + b"\\u0041", open_text + b"\\"):
+        assert mask.body(body) == body
+    hidden = b"\\u0074r-\\u0041b_9"
+    assert mask.body(open_text + hidden) == open_text + b"[gone]"
+    assert mask.body(b'"\\\\\\u00750074r-Ab_9"') == b'"[gone]"', "the u of an escape written as one"
+    assert mask.body(b'"\\u005cu0074r-Ab_9"') == b'"[gone]"', "its backslash"
+
+
 async def test_a_reply_over_the_limit_is_not_read(tmp_path: Path, client: Client) -> None:
     async def solve(body: dict[str, Any]) -> Any:
         return {"answer": "x" * 100_000}

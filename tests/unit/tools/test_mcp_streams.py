@@ -191,7 +191,8 @@ async def test_a_stream_without_end_is_trouble_and_is_not_read_to_the_end(
             await over.wait()
     assert caught.value.retryable
     assert sent[0] < 100 * 2**20
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
+    loud = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert [record for record in loud if record.name != "asyncio"] == []  # its words are of what earlier tests left
 
 
 async def test_what_a_server_asks_in_the_middle_of_a_call_is_answered() -> None:
@@ -353,9 +354,13 @@ async def test_a_stream_says_the_same_however_it_is_cut(end: bytes, blank: bytes
 
 
 @pytest.mark.parametrize("way", ["json", "sse"])
-async def test_a_schema_whose_check_could_take_for_ever_is_not_checked_against(way: str) -> None:
-    text = {"type": "string", "pattern": "^(a+)+$"}
-    listing = {"tools": [{**TOOL, "outputSchema": {"type": "object", "properties": {"n": text}}}]}
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "string", "pattern": "^(a+)+$"}, {"anyOf": [{"allOf": [{"type": "integer"}]}]}, {"type": "integer"}],
+    ids=["pattern", "choices", "plain"],
+)
+async def test_no_result_is_checked_against_a_schema_of_the_servers(way: str, schema: dict[str, Any]) -> None:
+    listing = {"tools": [{**TOOL, "outputSchema": {"type": "object", "properties": {"n": schema}}}]}
 
     async def lists(asked: Asked) -> None:
         reply = result(asked.number, listing)
