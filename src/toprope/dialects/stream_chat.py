@@ -99,9 +99,10 @@ class ChatStream:
         """What a call that was told has beside its id, name and arguments."""
         more = {name: value for name, value in call.items() if name not in ("id", "type", "function")}
         function = {n: v for n, v in call["function"].items() if n not in ("name", "arguments")}
-        if function:
-            more["function"] = function
-        return self._chunk({"tool_calls": [{"index": place, **more}]}) if more else b""
+        if not more and not function:
+            return b""
+        more["function"] = {"arguments": "", **function}  # the public library wants a function in every piece of a call
+        return self._chunk({"tool_calls": [{"index": place, **more}]})
 
     def _say(self, field: str, text: str) -> bytes:
         return self._chunk({field: text}) if text else b""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.unit.dialects.odd_turns import DETAILS, SIGNED, TURNS, add, custom, thinking
 
 from toprope.dialects.chat_history import items_from_messages, messages_from_items
 from toprope.dialects.chat_reply import chat_message, chat_reply, finish_from_chat, output_from_chat
@@ -18,102 +19,6 @@ from toprope.tokens.items import CountedMarks, item_digests
 from toprope.wire.responses import Usage
 
 REQUEST = request_from_responses({"input": "x"})
-SIGNED = {"extra_content": {"google": {"thought_signature": "SIG"}}}
-DETAILS = {"reasoning_details": [{"type": "reasoning.encrypted", "data": "zzz"}]}
-
-
-def add(call_id="c0", function=None, **more):
-    return {
-        "id": call_id,
-        "type": "function",
-        "function": {"name": "add", "arguments": "{}", **(function or {})},
-        **more,
-    }
-
-
-def custom(call_id="c0", said="ls", **more):
-    return {"id": call_id, "type": "custom", "custom": {"name": "sh", "input": said}, **more}
-
-
-def thinking(text):
-    return {"type": "thinking", "thinking": [{"type": "text", "text": text}]}
-
-
-def of_call(call, place=0):
-    return {"tool_calls": [{"index": place, **call}]}
-
-
-TURNS = {
-    "a custom call": ({"content": None, "tool_calls": [custom()]}, [of_call(custom())]),
-    "a custom call in pieces": (
-        {"content": None, "tool_calls": [custom(said="ls ls")]},
-        [
-            of_call(custom(said="ls")),
-            of_call({"custom": {"name": "sh", "input": " "}}),
-            of_call({"custom": {"input": "ls"}}),
-        ],
-    ),
-    "a custom call and a function's": (
-        {"content": "so", "tool_calls": [add(), custom("c1"), custom("c1", "pwd")]},
-        [{"content": "so"}, of_call(add()), of_call(custom("c1"), 1), of_call(custom("c1", "pwd"), 2)],
-    ),
-    "a signed call": ({"content": None, "tool_calls": [add(**SIGNED)]}, [of_call(add(**SIGNED))]),
-    "a signed call before another": (
-        {"content": "so", "tool_calls": [add(**SIGNED), add("c1")]},
-        [{"content": "so"}, of_call(add(**SIGNED)), of_call(add("c1"), 1)],
-    ),
-    "a call whose signature comes late": (
-        {"content": None, "tool_calls": [add(**SIGNED)]},
-        [
-            of_call(add()),
-            of_call({"extra_content": {"google": {"thought_signature": "S"}}}),
-            of_call({"extra_content": {"google": {"thought_signature": "IG"}}}),
-        ],
-    ),
-    "a field of a function": (
-        {"content": None, "tool_calls": [add(function={"note": "n"}), custom("c1", **SIGNED)]},
-        [of_call(add(function={"note": "n"})), of_call(custom("c1", **SIGNED), 1)],
-    ),
-    "details beside calls": ({"content": None, "tool_calls": [add()], **DETAILS}, [DETAILS, of_call(add())]),
-    "details beside a thought and calls": (
-        {"content": "", "reasoning": "hm", "tool_calls": [add()], **DETAILS},
-        [{"reasoning": "hm", **DETAILS}, {"content": ""}, of_call(add())],
-    ),
-    "details beside a thought": ({"content": None, "reasoning": "hm", **DETAILS}, [{"reasoning": "hm"}, DETAILS]),
-    "details beside text": ({"content": "so", **DETAILS}, [DETAILS, {"content": "so"}]),
-    "thoughts of other shapes": (
-        {"content": "so", "reasoning": {"text": "hm"}, "reasoning_content": ["hm"]},
-        [{"reasoning": {"text": "hm"}}, {"reasoning_content": ["hm"]}, {"content": "so"}],
-    ),
-    "a refusal of another shape": (
-        {"content": "so", "refusal": {"text": "no"}},
-        [{"refusal": {"text": "no"}}, {"content": "so"}],
-    ),
-    "a thought in a part": (
-        {"content": [thinking("hmm"), {"type": "text", "text": "so it is"}]},
-        [{"content": [thinking("hm")]}, {"content": [thinking("m")]}, {"content": "so "}, {"content": "it is"}],
-    ),
-    "a thought in a part beside a custom call": (
-        {"content": [thinking("hmm")], "tool_calls": [custom()]},
-        [{"content": [thinking("hmm")]}, of_call(custom())],
-    ),
-    "text, a reference, text": (
-        {
-            "content": [
-                {"type": "text", "text": "so "},
-                {"type": "reference", "ids": [1]},
-                {"type": "text", "text": "it is"},
-            ]
-        },
-        [
-            {"content": "s"},
-            {"content": "o "},
-            {"content": [{"type": "reference", "ids": [1]}]},
-            {"content": "it "},
-            {"content": "is"},
-        ],
-    ),
-}
 each_turn = pytest.mark.parametrize(("message", "deltas"), TURNS.values(), ids=TURNS)
 
 

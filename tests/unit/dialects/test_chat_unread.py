@@ -56,6 +56,23 @@ def test_copies_that_programs_add_to_a_turn_say_nothing_new(more):
         assert _unexplained(without_text) == ()
 
 
+NOTES = (
+    "id", "uuid", "status", "name", "phase", "object", "model", "provider", "created", "created_at", "timestamp",
+    "usage", "cost", "index", "finish_reason", "stop_reason", "stop_sequence", "container", "context_management",
+    "logprobs", "cache_control", "prefix", "partial", "weight",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("note", NOTES)
+def test_a_note_about_a_turn_is_no_turn(note):
+    for value in ("2026", 7, {"applied_edits": [{"type": "clear", "cleared": 3}]}):
+        assert _unexplained({**TOLD, note: value}) == ()
+        if note not in ("id", "uuid"):
+            assert _unexplained({**TOLD, "content": None, note: value}) == ()
+        (item,) = items_from_messages([{"role": "user", "content": "x", note: value}])
+        assert item_digests([{**item, "role": "assistant", "content": ""}]) == ()
+
+
 LOST = [
     {"thinking": "LOST"},
     {"reasoning": "LOST"},

@@ -11,12 +11,16 @@ import httpx2
 import openai
 import pytest
 from tests.campaigns import campaign
+from tests.unit.dialects.odd_turns import TURNS
 from tests.unit.dialects.scripted_replies import Told, chopped, told, written
 
-from toprope.dialects.chat_reply import chat_reply
+from toprope.dialects.chat_reply import chat_reply, finish_from_chat, output_from_chat
+from toprope.dialects.chat_stream_reader import ChatStreamReader
 from toprope.dialects.messages_reply import messages_reply
+from toprope.dialects.pivot import PivotReply, with_item_ids
 from toprope.dialects.responses import request_from_responses, responses_reply
 from toprope.dialects.stream import open_stream
+from toprope.wire.responses import Usage
 
 SEEDS = pytest.mark.parametrize("seeds", campaign(700, 5000))
 REQUEST = request_from_responses({"input": "x", "metadata": {"a": "b"}})
@@ -131,3 +135,57 @@ def test_a_messages_stream_put_together_by_the_anthropic_library_is_the_plain_re
                 block.pop("parsed_output", None)
             assert whole == plain
     say(f"streams put together by public clients: {seeds:,} over Messages")
+
+
+def _odd(message: dict, deltas: list[dict]) -> Told:
+    """A turn with more than text, thought and calls of functions, as an upstream's stream of it is read."""
+    reader = ChatStreamReader("r1")
+    head = {"id": "x", "created": 1, "model": "m"}
+    early = [each for delta in deltas for each in reader.feed({**head, "choices": [{"delta": delta}]})]
+    output = with_item_ids(output_from_chat(message, "r1"), "r1")
+    return Told(PivotReply(output, finish_from_chat(None, output), "m", Usage(1, 1), "r1", 1), tuple(early))
+
+
+def _told(fields: dict) -> dict:
+    """Without the fields that the library sets to null."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@pytest.mark.parametrize(("message", "deltas"), TURNS.values(), ids=TURNS)
+def test_what_else_an_upstream_said_is_put_together_by_the_public_libraries(served, openai_client, message, deltas):
+    script, rng = _odd(message, deltas), random.Random(1)
+    served.plain(chat_reply(script.reply))
+    plain = openai_client.chat.completions.create(model="m", messages=SAY).choices[0].message.to_dict(warnings=False)
+    served.stream("chat", script, rng)
+    with openai_client.chat.completions.stream(model="m", messages=SAY) as stream:
+        assert list(stream)
+        whole = stream.current_completion_snapshot.choices[0].message.to_dict(warnings=False)
+    calls = whole.get("tool_calls") or ()
+    for place, call in enumerate(calls):
+        assert call.pop("index") == place
+        (call.get("function") or {}).pop("parsed_arguments", None)
+    assert _told({**whole, "tool_calls": [_told(call) for call in calls] or None}) == _told(plain)
+
+    served.plain(responses_reply(script.reply, REQUEST))
+    plain = openai_client.responses.create(model="m", input="x").to_dict(warnings=False)
+    served.stream("responses", script, rng)
+    with openai_client.responses.stream(model="m", input="x") as stream:
+        done = [
+            _unparsed({"output": [e.item.to_dict(warnings=False)]})["output"][0]
+            for e in stream
+            if e.type.endswith("item.done")
+        ]
+        assert _unparsed(stream.get_final_response().to_dict(warnings=False)) == plain
+    assert done == plain["output"]
+
+    http = httpx2.Client(transport=served)
+    with anthropic.Anthropic(api_key="k", base_url="http://x", http_client=http) as client:
+        served.plain(messages_reply(script.reply))
+        plain = client.messages.create(model="m", max_tokens=9, messages=SAY).to_dict(warnings=False)
+        served.stream("messages", script, rng)
+        with client.messages.stream(model="m", max_tokens=9, messages=SAY) as stream:
+            whole = stream.get_final_message().to_dict(warnings=False)
+    for block in whole["content"]:
+        block.pop("parsed_output", None)
+    assert _told(whole) == _told(plain)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -14,7 +15,7 @@ from toprope.http.client import Client
 from toprope.http.serve import serve
 from toprope.servers.model.engines.openai import OpenAIEngine
 from toprope.servers.model.server import ModelServer
-from toprope.testing.upstream import ScriptedUpstream, error, serving
+from toprope.testing.upstream import ScriptedUpstream, completion, error, serving
 from toprope.testing.upstream_stream import chunk, stream, usage_chunk
 from toprope.trajectory.build import Trainable, build
 
@@ -139,6 +140,74 @@ async def test_a_stream_in_an_odd_order_comes_whole_and_trains_in_every_dialect(
     snapshot = await store.freeze("r")
     assert snapshot.entries[0].generation_token_ids.tolist() == [*range(50, 50 + len(deltas)), 2]
     assert isinstance(build(snapshot), Trainable)
+
+
+SIGNED = {
+    "id": "c1",
+    "type": "function",
+    "function": {"name": "add", "arguments": "{}"},
+    "extra_content": {"sign": "SIG"},
+}
+DETAILS = {"reasoning_details": [{"type": "reasoning.encrypted", "data": "zzz"}]}
+
+
+@pytest.mark.promise("MS-2")
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize("streamed", [False, True], ids=["plain", "streamed"])
+@pytest.mark.parametrize("path", list(CALLS)[:2])
+async def test_what_a_provider_wants_back_goes_to_the_client_and_back_and_the_turns_train(path, streamed):
+    """Gemini signs its calls, OpenRouter seals its thoughts; both must see that again in the next turn."""
+    store = MemoryStore()
+    if streamed:
+        told = [{"tool_calls": [{"index": 0, **SIGNED}]}, DETAILS]
+        said = [sampled(delta, 50 + place) for place, delta in enumerate(told)]
+        end = [sampled({}, 2, finish_reason="tool_calls"), usage_chunk(3, 3)]
+        first = stream([chunk({}, prompt_token_ids=[1, 2, 3]), *said, *end])
+    else:
+        message = {"role": "assistant", "content": None, "tool_calls": [SIGNED], **DETAILS}
+        ids = {"prompt_token_ids": [1, 2, 3], "token_ids": [50, 51, 2], "log_probs": [-0.5] * 3}
+        first = completion(message, finish_reason="tool_calls", **ids)
+    last = completion(prompt_token_ids=[1, 2, 3, 50, 51, 2, 9], token_ids=[60, 2], log_probs=[-0.5] * 2)
+    upstream = ScriptedUpstream([first, last])
+    chat = path.endswith("completions")
+    async with house(upstream, Recorder(store, reader=store)) as (peer, _):
+        captured = f"/ng-rollout/r/training-token-capture{path}"
+        ask = {**CALLS[path], "stream": streamed}
+        reply = await peer.request("POST", captured, body=ask)
+        told = _put_together(reply, chat=chat, streamed=streamed)
+        if chat:
+            turn = {"role": "assistant", **told}
+            more = [*ask["messages"], turn, {"role": "tool", "tool_call_id": "c1", "content": "3"}]
+            ask = {**ask, "stream": False, "messages": more}
+        else:
+            result = {"type": "function_call_output", "call_id": "c1", "output": "3"}
+            ask = {**ask, "stream": False, "input": [{"role": "user", "content": "x"}, *told, result]}
+        assert (await peer.request("POST", captured, body=ask)).status == 200
+    sent = upstream.requests[1].json()["messages"][1]
+    assert {"content": None, **sent} == {"role": "assistant", "content": None, "tool_calls": [SIGNED], **DETAILS}
+    snapshot = await store.freeze("r")
+    trained = build(snapshot)
+    assert isinstance(trained, Trainable), snapshot.reasons
+    assert len(snapshot.entries) == 2
+
+
+def _put_together(reply, *, chat, streamed):
+    """What a client has of a reply with one call: the fields of its message, or the output items."""
+    assert reply.status == 200
+    if not streamed:
+        body = json.loads(reply.body)
+        return {k: v for k, v in body["choices"][0]["message"].items() if v is not None} if chat else body["output"]
+    events = [json.loads(line[6:]) for line in reply.body.decode().split("\n") if line.startswith("data: {")]
+    if not chat:
+        return events[-1]["response"]["output"]
+    whole, call = {}, {}
+    for event in events:
+        delta = event["choices"][0]["delta"]
+        for piece in delta.pop("tool_calls", ()):
+            call.update(piece)
+        whole.update({k: v for k, v in delta.items() if v is not None})
+    del call["index"]
+    return {**whole, "tool_calls": [call]}
 
 
 @pytest.mark.promise("MS-7")

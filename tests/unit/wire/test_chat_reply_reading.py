@@ -125,13 +125,15 @@ IDS = {"prompt_token_ids": [1, 2], "token_ids": [5, 6], "log_probs": [-0.1, -0.2
         ({"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [1, 2], "generation_token_ids": [5, 6]}, None),
         ({"prompt_token_ids": [9]}, {}, "prompt ids"),
         ({}, {"prompt_token_ids": [9]}, "prompt ids"),
+        ({"prompt_token_ids": [1, 2]}, {"prompt_token_ids": [9]}, "prompt ids"),
         ({}, {"generation_token_ids": [5]}, "generated ids"),
         ({"token_ids": None}, {"prompt_token_ids": [9], "generation_token_ids": [5]}, "prompt ids"),
         ({"token_ids": [True, False]}, {}, "true or false"),
         ({"prompt_token_ids": [True, 2]}, {}, "true or false"),
     ],
-    ids=["alike", "choice", "message's prompt", "message's generation", "a whole triple", "booleans", "in a prompt"],
-)
+    ids=["alike", "choice", "message's prompt", "message's prompt alone", "message's generation", "a whole triple",
+         "booleans", "in a prompt"],
+)  # fmt: skip
 @pytest.mark.parametrize("parsed", [False, True], ids=["read", "parsed already"])
 def test_ids_that_are_told_twice_and_differ_are_a_fault(of_choice, of_message, fault, parsed):
     body = json.loads(completion(**IDS).body)
