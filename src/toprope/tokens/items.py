@@ -1,9 +1,10 @@
 """Marks of conversation items: how lineage knows again what a policy wrote when a client sends it back.
 
 A mark names one model-authored item by digest of what it says (text, or tool name and the parsed argument value, since
-many programs re-serialise arguments), by the ids that clients echo (tool-call id, item id), and by a digest of each
-field that we do not read: a thought may stand in any. Items are counted, not text blocks: a message in three parts is
-one item. Which of these vouches for what is decided in docs/decisions/0007-what-an-id-vouches-for.md. Pure.
+many programs re-serialise arguments), by the item id that clients echo, and by a digest of each field that we do not
+read: a thought may stand in any. The id of a tool call is in no mark: clients number calls anew, and we make ids of
+places. Items are counted, not text blocks: a message in three parts is one item. Which of these vouches for what is
+decided in docs/decisions/0007-what-an-id-vouches-for.md. Pure.
 """
 
 from __future__ import annotations
@@ -15,15 +16,14 @@ from typing import Any
 
 from toprope.canonical.digest import digest_value
 from toprope.canonical.json import NotJson, loads
-from toprope.wire.message_fields import ABOUT_A_MESSAGE, MOVED_FIELDS, says_something
+from toprope.wire.message_fields import ABOUT_A_CALL, ABOUT_A_MESSAGE, MOVED_FIELDS, says_something
 
 _TEXT_PARTS = frozenset({"output_text", "input_text", "text", "reasoning_text", "summary_text", "refusal"})
-_ID_FIELDS = ("call_id", "id")
+_VOLATILE = frozenset(("call_id", "id", "status"))
 THOUGHT = "reasoning:"
 """How the mark of a thought begins."""
 _SEALED = "reasoning:-"
 """How the mark of a thought without readable text begins: only its id, or a sealed form, came back."""
-_WORDS = ("message:", THOUGHT)
 _REFERENCE = "item_reference:"
 _FIELD = "+"
 
@@ -55,9 +55,9 @@ def is_model_authored(item: Mapping[str, Any]) -> bool:
 def item_digests(items: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """One mark for each model-authored item, in order: `<kind>:<digest of content>:<digests joined by ,>`.
 
-    The last part are digests of ids, and of the fields of a message that are not read, each with a `+` before it. The
-    content of a thought without text begins with `-`. Equal items have equal marks in every dialect once converted.
-    Use `CountedMarks` to compare.
+    The last part are digests of the item id, and of fields of a message or call that are not read, each with a `+`
+    before it. The content of a thought without text begins with `-`. Equal items have equal marks in every dialect once
+    converted. Use `CountedMarks` to compare.
     """
     return tuple(mark for item in items if (mark := _mark(item)) is not None)
 
@@ -65,31 +65,35 @@ def item_digests(items: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 class CountedMarks:
     """A bag of marks that answers whether other marks all stand in it, each counted once.
 
-    Content is matched first and ids after, so that an item which keeps its id cannot stand in for a second one. An id
-    vouches for a call, a reference, or a thought that came back without its text; never for words, which may be
-    others than were recorded. A field that is not read stands where an equal one does; one that is left out lacks
-    nothing.
+    Content is matched first and ids after, so that an item which keeps its id cannot stand in for a second one. Only
+    the id of what was `sampled` vouches, for a reference or a thought that came back without its text; never for
+    words or calls, which may be others than were recorded. What was only `shown` stands by content. A field that is
+    not read stands where an equal one does; one that is left out lacks nothing.
     """
 
     __slots__ = ("_by_content", "_by_id", "_fields")
 
-    def __init__(self, marks: Iterable[str] = ()) -> None:
+    def __init__(self, shown: Iterable[str] = (), sampled: Iterable[str] = ()) -> None:
         self._by_content: dict[str, int] = {}
         self._by_id: dict[str, list[str]] = {}
         self._fields: Counter[str] = Counter()
-        self.add(marks)
+        self.add(shown, sampled)
 
-    def add(self, marks: Iterable[str]) -> None:
-        """Put marks in."""
-        counts = self._by_content
-        for mark in marks:
-            content, names = _split(mark)
-            counts[content] = counts.get(content, 0) + 1
-            for each in names:
-                if each.startswith(_FIELD):
-                    self._fields[each] += 1
-                else:
+    def add(self, shown: Iterable[str], sampled: Iterable[str]) -> None:
+        """Put marks in: those that a request showed, and those of what a recorded call sampled."""
+        for mark in shown:
+            self._count(mark)
+        for mark in sampled:
+            content = self._count(mark)
+            for each in _split(mark)[1]:
+                if not each.startswith(_FIELD):
                     self._by_id.setdefault(each, []).append(content)
+
+    def _count(self, mark: str) -> str:
+        content, names = _split(mark)
+        self._by_content[content] = self._by_content.get(content, 0) + 1
+        self._fields.update(each for each in names if each.startswith(_FIELD))
+        return content
 
     def missing(self, marks: Sequence[str]) -> tuple[str, ...]:
         """The marks of another origin: those that stand here neither by content nor by id."""
@@ -121,35 +125,32 @@ class CountedMarks:
 
 
 def _vouches(held: str, content: str) -> bool:
-    """Whether what was recorded as `held` may come back, under its id, as `content`, which is something else."""
-    if content.startswith(_SEALED):
-        # A reply and the reasoning before it may share an id; the one does not vouch for the other.
-        return held.startswith(THOUGHT)
-    return content.startswith(_REFERENCE) or not (content.startswith(_WORDS) or held.startswith(_WORDS))
+    """Whether what was sampled as `held` may come back, under its id, as `content`, which is something else."""
+    # A reply and the thought before it may share an id; the one does not vouch for the other.
+    return content.startswith(_REFERENCE) or (content.startswith(_SEALED) and held.startswith(THOUGHT))
 
 
 class MarkBags:
-    """Many bags of marks, asked whether one of them holds so many marks; bags that cannot are not looked at."""
+    """Many bags of marks, asked whether one of them holds so many marks, by content; others are not looked at."""
 
     __slots__ = ("_bags", "_places")
 
     def __init__(self) -> None:
         self._bags: dict[tuple[str, ...], CountedMarks] = {}
-        self._places: dict[str, list[CountedMarks]] = {}  # by content and by id
+        self._places: dict[str, list[CountedMarks]] = {}  # by content
 
     def add(self, marks: tuple[str, ...]) -> None:
         """Put a bag in; one that is there already changes nothing."""
         if marks in self._bags:
             return
         bag = self._bags[marks] = CountedMarks(marks)
-        for name in {name for mark in marks for name in _names(mark)}:
-            self._places.setdefault(name, []).append(bag)
+        for content in set(map(content_of, marks)):
+            self._places.setdefault(content, []).append(bag)
 
     def holds(self, marks: Sequence[str]) -> bool:
         """Whether all of `marks`, of which there is one at least, stand in one bag."""
-        found = [[self._places.get(name, []) for name in _names(mark)] for mark in marks]
-        rarest = min(found, key=lambda places: sum(map(len, places)))
-        return any(not bag.missing(marks) for place in rarest for bag in place)
+        rarest = min((self._places.get(content_of(mark), []) for mark in marks), key=len)
+        return any(not bag.missing(marks) for bag in rarest)
 
 
 def content_of(mark: str) -> str:
@@ -162,28 +163,24 @@ def _split(mark: str) -> tuple[str, tuple[str, ...]]:
     return content, tuple(ids.split(",")) if ids else ()
 
 
-def _names(mark: str) -> tuple[str, ...]:
-    """All by which a mark is known again."""
-    content, names = _split(mark)
-    return (content, *names)
-
-
 def _mark(item: Mapping[str, Any]) -> str | None:
     """The mark of an item, None for one that no policy wrote."""
     kind = _kind(item)
-    fields: list[str] = []
+    unread: list[tuple[str, Any]] = []
     if kind == "message":
         words = _words_of(item)
         if words is None:
             return None
         said, unread = words
         digest = value_mark(said)
-        fields = [_FIELD + value_mark(field)[:16] for field in unread]
     elif kind in TOOL_RESULTS:
         return None
     else:
         digest = _content_digest(kind, item)
-    ids = [_short(str(item[name])) for name in _ID_FIELDS if item.get(name)]
+        if kind == "function_call" and not item.keys() <= ABOUT_A_CALL:
+            unread = list(_saying(item, ABOUT_A_CALL))
+    fields = [_FIELD + value_mark(field)[:16] for field in unread]
+    ids = [_short(str(item["id"]))] if item.get("id") else []
     return f"{kind}:{digest}:{','.join(ids + fields)}"
 
 
@@ -201,8 +198,9 @@ def _content_digest(kind: str, item: Mapping[str, Any]) -> str:
         return value_mark(said) if said else "-" + value_mark([item.get("encrypted_content")])
     if kind == "function_call":
         return value_mark([item.get("name"), _argument_value(item.get("arguments"))])
-    volatile = {*_ID_FIELDS, "status"}
-    return value_mark({key: value for key, value in item.items() if key not in volatile})
+    if kind == "item_reference":
+        return value_mark(item.get("id"))  # it says nothing else: two of them are not the same
+    return value_mark({key: value for key, value in item.items() if key not in _VOLATILE})
 
 
 def _said(content: Any) -> list[Any]:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from toprope.tokens.asked import Asked
 from toprope.tokens.entry import ParentDecision, TokenEntry, as_ids
 from toprope.tokens.hashing import BLOCK_IDS, ChainHash, Ids
-from toprope.tokens.items import CountedMarks, MarkBags, content_of, item_digests
+from toprope.tokens.items import THOUGHT, CountedMarks, MarkBags, content_of, item_digests
 from toprope.tokens.sent import SentItems
 from toprope.tokens.strands import Node, Strand
 
@@ -80,7 +80,7 @@ class LineageHistory:
         self._nodes: dict[str, Node] = {}
         self._root_requests = MarkBags()
         self._contents: set[str] = set()
-        self._unrecorded = False
+        self._lost: list[tuple[str, ...]] = []
         self._shown: list[CountedMarks] = []
         self._recent: list[_Request] = []
 
@@ -123,7 +123,7 @@ class LineageHistory:
             strand=self._trunk,
             blocks=chain.blocks,
             parent=parent,
-            own_marks=(*new, *wrote),
+            own_request=tuple(new),
             own_output=wrote,
             asked=asked,
         )
@@ -135,14 +135,14 @@ class LineageHistory:
         node.strand.place(node)
         # The bag moves down a straight chain instead of being copied at every call.
         node.seen = parent_seen(parent, take=True) if parent is not None else CountedMarks()
-        node.seen.add(node.own_marks)
+        node.seen.add(node.own_request, node.own_output)
 
     def note_unrecorded(self, request_digests: Sequence[str]) -> None:
         """A call with this request went upstream and left no record (aborted): part of its reply may be kept."""
         # Only a request from before anything was sampled vouches for its items; a later one may hold a lost turn.
         if self.first_request_is_accounted_for(tuple(request_digests)):
             self._shown.append(CountedMarks(request_digests))
-        self._unrecorded = True
+        self._lost.append(tuple(request_digests))
 
     # -- questions ----------------------------------------------------------------------------------------------
 
@@ -167,12 +167,23 @@ class LineageHistory:
         return None, reach
 
     def begins_a_conversation(self, asked: tuple[str, ...]) -> bool:
-        """Whether all model-authored items of a request stand in the request of one recorded root."""
-        return not asked or self._root_requests.holds(asked)
+        """Whether all model-authored items of a request stand in the request of one recorded root.
+
+        Where a lost call may have been gone on from they may be what it said, in equal words: then they do not.
+        """
+        return not asked or (self._root_requests.holds(asked) and not self._may_follow_a_lost_call(asked))
+
+    def _may_follow_a_lost_call(self, asked: tuple[str, ...]) -> bool:
+        """Whether a request may hold what a lost call was asked (thoughts may be dropped) and more than that."""
+        return self.unseen or any(
+            not CountedMarks(asked).missing([mark for mark in lost if not mark.startswith(THOUGHT)])
+            and CountedMarks(lost).missing(asked)
+            for lost in self._lost
+        )
 
     def first_request_is_accounted_for(self, asked: tuple[str, ...]) -> bool:
         """Whether a first request may hold `asked`: nothing went before it, or the first that did held them already."""
-        nothing_before = not (self.unseen or self._unrecorded)
+        nothing_before = not (self.unseen or self._lost)
         return not asked or nothing_before or any(not bag.missing(asked) for bag in self._shown)
 
     def all_recorded(self, asked: Sequence[str]) -> bool:
@@ -196,7 +207,7 @@ class LineageHistory:
         """Whether every mark of a request stands in the request or output of `node` or of the calls before it."""
         # What the parent's own request held is accounted for already; left is what was added to it.
         added = asked.since(node.asked) if node.asked is not None else None
-        if added is not None and not CountedMarks(node.own_output).missing(added):
+        if added is not None and not CountedMarks(sampled=node.own_output).missing(added):
             return True
         return not parent_seen(node).missing(asked.all())
 
@@ -263,7 +274,7 @@ def parent_seen(node: Node, *, take: bool = False) -> CountedMarks:
         return bag
     bag, at = CountedMarks(), node
     while True:
-        bag.add(at.own_marks)
+        bag.add(at.own_request, at.own_output)
         if at.parent is None:
             return bag
         at = at.parent

@@ -28,7 +28,8 @@ class Node:
     strand: Strand
     blocks: bytes
     parent: Node | None
-    own_marks: tuple[str, ...]
+    own_request: tuple[str, ...]
+    """The marks of its request that no call before it accounts for."""
     own_output: tuple[str, ...]
     asked: Asked | None
     seen: CountedMarks | None = None

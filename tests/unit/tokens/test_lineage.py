@@ -198,6 +198,66 @@ def test_renumbered_ids_and_reserialised_arguments_find_the_parent() -> None:
     assert decide(history, [item("u:hi"), edited, result], [1, 5, 2, 8]).reason == "unrecorded_turn"
 
 
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize("other", ["f:c1:mul", "f:other:mul"])
+def test_a_lost_call_under_the_id_of_a_recorded_one_is_no_turn_of_ours(other: str) -> None:
+    """Where it comes to the parent, to another beginning, and to a first call that is tried again."""
+    history = LineageHistory()
+    record(history, "r", [item("u:eg"), item("f:c1:add"), item("o:c1:1"), item("u:hi")], [1], [2], [item("f:c1:sub")])
+    history.note_unrecorded(())
+    assert ask(history, ["u:sub", other, "o:c1:2"], [9, 777, 8]).reason == "unrecorded_turn"
+    assert (
+        ask(history, ["u:eg", "f:c1:add", "o:c1:1", "u:hi", other, "o:c1:2"], [1, 2, 777]).reason == "unrecorded_turn"
+    )
+    first = LineageHistory()
+    first.note_unrecorded(item_digests([item("u:hi"), item("f:c1:add"), item("o:c1:1")]))
+    assert ask(first, ["u:hi", "f:c1:add", "o:c1:1"], [1]).decision == "root"
+    assert ask(first, ["u:hi", other, "o:c1:2"], [1, 777]).reason == "unrecorded_turn"
+
+
+@pytest.mark.promise("CP-9")
+def test_a_call_that_was_cut_is_not_the_lost_one_that_went_on_under_its_id() -> None:
+    """A prompt with the whole call begins with the ids of the cut one: only what it says tells them apart."""
+    cut = {"type": "function_call", "call_id": "call_1", "name": "add", "arguments": '{"a":'}
+    whole = {**cut, "arguments": '{"a": 12}'}
+    history = LineageHistory()
+    record(history, "c1", [item("u:hi")], [1], [2, 3], [cut])
+    history.note_unrecorded(())
+    assert decide(history, [item("u:hi"), whole, item("o:call_1:x")], [1, 2, 3, 777, 4]).reason == "unrecorded_turn"
+    assert decide(history, [item("u:hi"), cut, item("o:call_1:x")], [1, 2, 3, 4]).parent_call_id == "c1"
+
+
+@pytest.mark.promise("CP-9")
+def test_a_lost_turn_in_the_words_of_one_that_was_shown_is_no_shown_turn() -> None:
+    """What was said before the parent does not stand in for what was added after it."""
+    history = LineageHistory()
+    record(history, "c1", [item("u:eg"), item("a:ok"), item("u:task")], [1, 2], [3], [item("a:x")])
+    history.note_unrecorded(item_digests([item("a:ok"), item("a:x")]))
+    kept = ["u:eg", "a:ok", "u:task", "a:x", "u:go", "a:ok", "u:on"]
+    assert ask(history, kept, [1, 2, 3, 4, 777, 6]).reason == "unrecorded_turn"
+    # Nor does it where the lost call was another conversation's first, of which the request may be the second.
+    assert ask(history, ["u:other", "a:ok", "u:on"], [9, 4]).reason == "continues_nothing"
+    assert ask(history, ["u:other", "a:x", "u:on"], [9, 4]).decision == "unresolved"
+    history.note_unrecorded(())
+    assert ask(history, ["u:other", "a:ok", "u:on"], [9, 777, 4]).decision == "unresolved"
+    assert ask(history, ["u:other"], [9]).reason == "continues_nothing"
+
+
+def test_a_lost_call_that_was_shown_as_much_or_was_elsewhere_leaves_a_shown_turn_shown() -> None:
+    history = LineageHistory()
+    record(history, "c1", [item("u:eg"), item("a:ok"), item("u:task")], [1, 2], [3], [item("a:x")])
+    history.note_unrecorded(item_digests([item("a:ok")]))
+    history.note_unrecorded(item_digests([item("a:elsewhere")]))
+    assert ask(history, ["u:eg", "a:ok", "u:task"], [8]).reason == "continues_nothing"
+    # A client may drop the thoughts that the lost call was shown; what is left still shows whose request it is.
+    history.note_unrecorded(item_digests([item("r:hm")]))
+    assert ask(history, ["u:eg", "a:ok", "u:task"], [8]).decision == "unresolved"
+    history = LineageHistory()
+    record(history, "c1", [item("u:eg"), item("a:ok"), item("u:task")], [1, 2], [3], [item("a:x")])
+    history.unseen = True
+    assert ask(history, ["u:eg", "a:ok", "u:task"], [8]).decision == "unresolved"
+
+
 def test_equal_ids_with_another_split_are_ambiguous() -> None:
     history = LineageHistory()
     record(history, "a", [item("u:hi")], [1, 2], [3, 4], [item("a:x")])

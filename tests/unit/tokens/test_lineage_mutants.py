@@ -18,7 +18,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "turns_of_unknown_origin_accepted": ("lineage", "if history.accounts_for(node, asked)]", "]"),
     "what_was_added_is_not_looked_up": (
         "lineage",
-        "if added is not None and not CountedMarks(node.own_output).missing(added):",
+        "if added is not None and not CountedMarks(sampled=node.own_output).missing(added):",
         "if added is not None:",
     ),
     "the_rest_of_the_conversation_is_not_looked_up": (
@@ -60,8 +60,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "what_was_lost_unseen_is_no_matter": (
         "lineage",
-        "nothing_before = not (self.unseen or self._unrecorded)",
-        "nothing_before = not self._unrecorded",
+        "nothing_before = not (self.unseen or self._lost)",
+        "nothing_before = not self._lost",
     ),
     "a_lost_retry_vouches_for_what_it_kept": (
         "lineage",
@@ -103,7 +103,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "records_set_aside_are_not_missed": ("deferred", "    missing = missing or len(own) < len(held)\n", ""),
     "marks_not_counted_on_the_way_down": (
         "lineage",
-        "if added is not None and not CountedMarks(node.own_output).missing(added):",
+        "if added is not None and not CountedMarks(sampled=node.own_output).missing(added):",
         "if added is not None and {content_of(mark) for mark in added}"
         " <= {content_of(mark) for mark in node.own_output}:",
     ),
@@ -140,17 +140,52 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if used[content] < self._by_content.get(content, 0):\n                used",
         "if self._by_content.get(content, 0):\n                used",
     ),
-    "a_thought_vouches_for_a_reply": (
-        "items",
-        "or not (content.startswith(_WORDS) or held.startswith(_WORDS))",
-        "or not content.startswith(_WORDS)",
-    ),
+    "a_thought_vouches_for_a_reply": ("items", "(content.startswith(_SEALED) and held", "(held"),
     "an_id_vouches_for_other_words": (
         "items",
-        "or not (content.startswith(_WORDS) or held.startswith(_WORDS))",
-        "or content.startswith(_WORDS) == held.startswith(_WORDS)",
+        "content.startswith(_REFERENCE) or (content",
+        'content.startswith((_REFERENCE, "message:")) or (content',
     ),
-    "a_reply_vouches_for_a_thought_without_text": ("items", "return held.startswith(THOUGHT)", "return True"),
+    "an_id_vouches_for_another_call": (
+        "items",
+        "content.startswith(_REFERENCE) or (content",
+        'content.startswith((_REFERENCE, "function_call:")) or (content',
+    ),
+    "a_reply_vouches_for_a_thought_without_text": ("items", " and held.startswith(THOUGHT))", ")"),
+    "the_id_of_a_shown_item_vouches": (
+        "items",
+        "        for mark in shown:\n            self._count(mark)\n        for mark in sampled:\n",
+        "        for mark in (*shown, *sampled):\n",
+    ),
+    "all_references_are_one": ("items", 'return value_mark(item.get("id"))', "return value_mark(kind)"),
+    "what_stood_before_the_parent_stands_in_for_what_was_added": (
+        "lineage",
+        "CountedMarks(sampled=node.own_output).missing(added)",
+        "CountedMarks((*node.own_request, *node.own_output)).missing(added)",
+    ),
+    "a_lost_turn_in_shown_words_is_a_shown_one": ("lineage", " and not self._may_follow_a_lost_call(asked))", ")"),
+    "a_lost_call_unseen_vouches_for_shown_words": ("lineage", "return self.unseen or any(", "return any("),
+    "any_lost_call_makes_shown_words_doubtful": (
+        "lineage",
+        "            and CountedMarks(lost).missing(asked)\n",
+        "",
+    ),
+    "a_lost_call_elsewhere_makes_shown_words_doubtful": (
+        "lineage",
+        "not CountedMarks(asked).missing([mark for mark in lost if not mark.startswith(THOUGHT)])\n            and ",
+        "",
+    ),
+    "dropped_thoughts_hide_a_lost_call": ("lineage", "[mark for mark in lost if not mark.startswith(THOUGHT)]", "lost"),
+    "fields_of_calls_not_read": (
+        "items",
+        'if kind == "function_call" and not item.keys() <= ABOUT_A_CALL:',
+        "if False:",
+    ),
+    "fields_that_were_recorded_once_stand_twice": (
+        "items",
+        "return all(used[each] <= self._fields[each] for each in fields)",
+        "return all(self._fields[each] for each in fields)",
+    ),
     "items_of_unknown_kinds_are_nobodys": (
         "items",
         "    elif kind in TOOL_RESULTS:\n",
