@@ -14,6 +14,8 @@ from tests.unit.trajectory.golden import entry
 
 from toprope.tokens.entry import TokenEntry, WeightSpan
 from toprope.tokens.hashing import ChainHash
+from toprope.tokens.items import item_digests
+from toprope.tokens.lineage import DEFERRED_ALL_TOLD
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 from toprope.trajectory.terminal import TerminalWitnesses
 
@@ -86,6 +88,18 @@ def test_a_conflict_off_the_named_path_does_not_mask(build: Builder) -> None:
 def test_conflicting_copies_that_differ_in_logprobs_alone_are_a_conflict(build: Builder) -> None:
     c1 = entry("c1", [1, 2], [3], None, ROOT)
     masked(go(build, [c1, replace(c1, generation_log_probs=[-0.7])], explicit="c1"), "conflict")
+
+
+def test_what_a_call_of_two_records_said_is_context_of_no_call_decided_late(build: Builder) -> None:
+    """Which copy is true nobody knows: what it sampled is no shown turn of a first call, nor of a second beginning."""
+    late = {"parent_decision": "unresolved", "parent_resolution_reason": DEFERRED_ALL_TOLD}
+    c1 = replace(entry("c1", [1], [777], None, ROOT), **late)
+    other = replace(c1, generation_log_probs=[-0.7])
+    kept = item_digests(c1.output_items)
+    c2 = replace(entry("c2", [1, 777, 5], [6], None, {**ROOT, "t": 2}), item_digests=kept, **late)
+    masked(go(build, [c1, other, c2], explicit="c2"), "unresolved_parent", "unrecorded_turn")
+    for built in (go(build, [c1, other, c2], deliver="all_chains"), go(build, [other, c2, c1], deliver="all_chains")):
+        masked(built, "conflict")
 
 
 def test_a_decision_that_contradicts_itself_is_a_boundary(build: Builder) -> None:

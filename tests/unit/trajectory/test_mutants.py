@@ -45,6 +45,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "first.generation_token_ids.tolist() != entry.generation_token_ids.tolist()",
     ),
     "conflicting_parent_is_used": ("evidence", "if call_id not in conflicts}, frozenset", "}, frozenset"),
+    "a_conflict_is_not_missed_by_late_decisions": ("evidence", ", missing=bool(conflicts))", ")"),
     "parent_claim_not_verified": (
         "evidence",
         "if claimed is not None and not _continues(prompt, claimed):",
