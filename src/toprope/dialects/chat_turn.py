@@ -62,6 +62,8 @@ def read_turn(message: Mapping[str, Any], where: str, id_seed: str) -> tuple[lis
     if isinstance(message.get("refusal"), str):
         content.append({"type": "refusal", "refusal": message["refusal"]})
     rest = {k: v for k, v in message.items() if v is not None and not _is_read(k, v, calls)}
+    if blocks := _sealed_blocks(message.get("thinking_blocks")):
+        rest["thinking_blocks"] = blocks
     if any(_says_something(part) for part in content) or not (items or calls):
         items.append({**rest, "type": "message", "role": "assistant", "content": content})
     return items + calls, rest
@@ -103,6 +105,37 @@ def _thought(message: Mapping[str, Any]) -> str:
         return said
     blocks = message.get("thinking_blocks")
     return _thoughts_among(blocks) if isinstance(blocks, list) else ""
+
+
+def _sealed_blocks(blocks: Any) -> list[Any]:
+    """Blocks of thoughts of which one holds more than its text, which its provider wants back; else none.
+
+    A stream has them in pieces, the last one of a thought with the signature: those are put together.
+    """
+    if not isinstance(blocks, list) or not any(map(_is_sealed, blocks)):
+        return []
+    whole: list[Any] = []
+    run: list[Mapping[str, Any]] = []
+    for block in blocks:
+        is_thought = isinstance(block, dict) and isinstance(block.get("thinking"), str)
+        if run and (_is_sealed(run[-1]) or not is_thought):
+            whole.append(_joined_blocks(run))
+            run = []
+        if is_thought:
+            run.append(block)
+        else:
+            whole.append(block)
+    return [*whole, _joined_blocks(run)] if run else whole
+
+
+def _is_sealed(block: Any) -> bool:
+    beside = block.items() if isinstance(block, dict) else ()
+    return any(says_something(value) for name, value in beside if name not in ("type", "thinking", "index"))
+
+
+def _joined_blocks(run: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    told = {name: value for block in run for name, value in block.items() if value not in (None, "")}
+    return {**told, "thinking": "".join(block["thinking"] for block in run)}
 
 
 def thought_of_message(message: Mapping[str, Any]) -> str:

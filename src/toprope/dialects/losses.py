@@ -201,7 +201,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "chat reply -> pivot", "message.reasoning / reasoning_content, where it is a string", "folded", "reasoning item"
     ),
-    Rule("chat reply -> pivot", "message.thinking_blocks", "folded", "reasoning item", "without signatures"),
+    Rule("chat reply -> pivot", "message.thinking_blocks", "folded", "reasoning item", "kept too where one is signed"),
     Rule("chat reply -> pivot", "parts reasoning, thinking, tool_use, tool_call", "folded", "items"),
     Rule(
         "chat reply -> pivot",

@@ -65,6 +65,39 @@ TURNS = {
     ),
     "details beside a thought": ({"content": None, "reasoning": "hm", **DETAILS}, [{"reasoning": "hm"}, DETAILS]),
     "details beside text": ({"content": "so", **DETAILS}, [DETAILS, {"content": "so"}]),
+    "signed blocks": (
+        {
+            "content": None,
+            "reasoning_content": "hm so",
+            "thinking_blocks": [
+                {"type": "thinking", "thinking": "hm ", "signature": "one"},
+                {"type": "redacted_thinking", "data": "zzz"},
+                {"type": "thinking", "thinking": "so", "signature": "two"},
+            ],
+            "tool_calls": [add()],
+        },
+        [
+            {"reasoning_content": "hm", "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": ""}]},
+            {"reasoning_content": " ", "thinking_blocks": [{"type": "thinking", "thinking": " "}]},
+            {"thinking_blocks": [{"type": "thinking", "thinking": "", "signature": "one"}]},
+            {"thinking_blocks": [{"type": "redacted_thinking", "data": "zzz"}]},
+            {"reasoning_content": "so", "thinking_blocks": [{"type": "thinking", "thinking": "so"}]},
+            {"thinking_blocks": [{"type": "thinking", "thinking": "", "signature": "two"}]},
+            of_call(add()),
+        ],
+    ),
+    "blocks of nothing but text": (
+        {
+            "content": "so",
+            "reasoning_content": "hm",
+            "thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": None}],
+        },
+        [
+            {"reasoning_content": "hm", "thinking_blocks": [{"type": "thinking", "thinking": "h"}]},
+            {"thinking_blocks": [{"type": "thinking", "thinking": "m"}]},
+            {"content": "so"},
+        ],
+    ),
     "thoughts of other shapes": (
         {"content": "so", "reasoning": {"text": "hm"}, "reasoning_content": ["hm"]},
         [{"reasoning": {"text": "hm"}}, {"reasoning_content": ["hm"]}, {"content": "so"}],

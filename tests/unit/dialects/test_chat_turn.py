@@ -74,6 +74,8 @@ def test_a_chat_client_gets_all_of_it(message, deltas):
     told = chat_reply(pivot(message))["choices"][0]["message"]
     for name in ("reasoning_details", "tool_calls"):
         assert told.get(name) == message.get(name) or len({call["id"] for call in message[name]}) < len(message[name])
+    signed = '"signature": "' in json.dumps(message)
+    assert told.get("thinking_blocks") == (message["thinking_blocks"] if signed else None)
     for name in ("reasoning", "reasoning_content", "refusal"):
         if name in message and not isinstance(message[name], str):
             assert told[name] == message[name]
