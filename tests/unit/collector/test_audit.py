@@ -426,6 +426,19 @@ async def test_a_receipt_too_few_or_too_many_is_found(run_dir: RunDir) -> None:
     assert kinds(await audit(run_dir, None)) == {"calls_unaccounted_for"}
 
 
+@pytest.mark.promise("CP-17")
+@pytest.mark.parametrize("more", [-1, 1])
+async def test_a_row_that_counts_other_tokens_than_its_calls_sampled_is_found(run_dir: RunDir, more: int) -> None:
+    """As many calls, of which one sampled more or less than the row says."""
+
+    def count(rows: Rows) -> None:
+        next(row for row in rows if not row["mask_sample"])["_ng_token_capture"]["generated_tokens_captured"] += more
+
+    edit(run_dir.results, count)
+    rejournal(run_dir)
+    assert kinds(await prove(run_dir)) - {"changed"} == {"calls_unaccounted_for"}
+
+
 async def test_a_damaged_middle_line_is_found_with_its_number(run_dir: RunDir) -> None:
     lines = run_dir.results.read_bytes().split(b"\n")
     lines[1] = lines[1][: len(lines[1]) // 2]
