@@ -54,6 +54,14 @@ def test_a_new_environment_runs_conforms_and_passes_its_own_tests(tmp_path: Path
     assert "2 passed" in tested.stdout
 
 
+@pytest.mark.parametrize("name", ["true", "none", "verdict", "tool_error", "annotated", "environment"])
+def test_a_name_that_is_a_word_of_the_new_module_makes_one_that_conforms(tmp_path: Path, name: str) -> None:
+    place = make_environment(name, tmp_path)
+    checked = toprope(place, "check", f"{name}.yaml", "--environment", name)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert checked.stdout.splitlines()[-1] == f"{name}: conforms"
+
+
 def test_what_is_there_is_never_written_over(tmp_path: Path) -> None:
     (tmp_path / "shelf").mkdir()
     (tmp_path / "dangling").symlink_to("nowhere")

@@ -14,7 +14,7 @@ import signal
 import time
 import zlib
 from collections import Counter
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,13 @@ def _meets(path: str, met: Counter[str]) -> str | None:
 
 def children() -> set[str]:
     """The processes that this one has started and that are still there, zombies too."""
-    return {pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()}
+    found: set[str] = set()
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            parent = stat.read_text().rpartition(")")[2].split()[1]
+            if parent == str(os.getpid()):
+                found.add(stat.parent.name)
+    return found
 
 
 @pytest.mark.promise("EP-9")
@@ -252,7 +258,7 @@ async def test_a_thousand_episodes_with_faults_are_accounted_for_and_leave_nothi
         assert sorted(agent.sessions.keys()) == sorted(key for key in met if _never_closes(key, "agent_close"))
         unclosed = sorted(key for key in met if _never_closes(key, "resources_close"))
         assert sorted(resources.sessions.keys()) == unclosed != []
-        assert children() - before == {str(pid) for pid in rooms.running}
+        assert children() - before == {str(pid) for pid in rooms.running}  # of earlier tests some may end meanwhile
         assert len(rooms.running) == len(unclosed)
         assert rooms.most > CONCURRENCY / 4, "processes of many episodes at a time, all of which are gone below"
         for sessions in (agent.sessions, resources.sessions):
@@ -261,7 +267,7 @@ async def test_a_thousand_episodes_with_faults_are_accounted_for_and_leave_nothi
             async with asyncio.timeout(60):
                 while sessions.keys():  # noqa: ASYNC110 (a registry tells nobody that it is empty)
                     await asyncio.sleep(0)
-        assert children() == before
+        assert children() <= before
     coverage = summary.coverage
     assert (coverage.expected, coverage.omitted) == (EPISODES, 0)
     assert coverage.measured + coverage.masked + coverage.failed == EPISODES

@@ -55,7 +55,8 @@ def make_environment(name: str, into: Path) -> Path:
     place = into / name
     if os.path.lexists(place):
         raise ConfigError(f"{place}: is there already, and nothing is written over; accepted: a name that is free.")
-    words = {"{{name}}": name, "{{Class}}": "".join(part.capitalize() for part in name.split("_"))}
+    word = "".join(part.capitalize() for part in name.split("_"))
+    words = {"{{name}}": name, "{{Class}}": f"{word}Environment" if word in _MEANT_ALREADY else word}
     templates = files("toprope.cli").joinpath("new_environment")
     try:
         into.mkdir(parents=True, exist_ok=True)
@@ -96,5 +97,7 @@ def check_name(name: str) -> None:
         raise ConfigError(f"NAME: {name!r} is a module that Python finds here already; accepted: a name that is free.")
 
 
+_MEANT_ALREADY = frozenset({"True", "False", "None", "Environment", "ToolError", "Verdict", "Annotated"})
+"""Words that cannot name a class, or that the new module uses."""
 _SERVERS = frozenset({"policy", "solver", "episode", "tasks"})
 """Names that the configuration has already."""

@@ -8,12 +8,15 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
+import traceback
 import types
 from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import toprope
+from toprope.errors.body import said_by
 from toprope.errors.tree import ConfigError, TopropeError
 from toprope.launch.strict import FromEnvironment, Where, leaf, nearest, shown
 
@@ -53,10 +56,21 @@ def _load(point: EntryPoint, where: Where) -> Callable[..., Any]:
             target = getattr(target, part)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{where}: {shown(point.value)} cannot be loaded: {error}{_extra_hint(error)}.") from error
+    except (Exception, SystemExit) as error:  # of the module's own code
+        raise ConfigError(f"{where}: {shown(point.value)} cannot be loaded: {said_by(error)}{_at(error)}.") from error
     if not callable(target):
         raise ConfigError(f"{where}: {shown(point.value)} is {shown(target)}; accepted: a class.")
     found: Callable[..., Any] = target
     return found
+
+
+def _at(error: BaseException) -> str:
+    """The line of somebody's module in which `error` arose, where one is known and the error does not name it."""
+    if isinstance(error, SyntaxError):
+        return ""
+    not_theirs = ("<", str(Path(toprope.__file__).parent))
+    theirs = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(not_theirs)]
+    return f" ({theirs[-1].filename}, line {theirs[-1].lineno})" if theirs else ""
 
 
 def build(

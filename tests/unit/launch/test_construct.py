@@ -80,6 +80,28 @@ def test_a_class_beside_the_configuration_is_found(tmp_path: Path) -> None:
         find("nowhere_at_all:Class", "toprope.engines", WHERE)
 
 
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [
+        ("class Mine(:", r"SyntaxError: .*\(broken_module.py, line 1\)"),
+        ("\nimport sys\nsys.exit(3)", r"SystemExit: 3 \(.*broken_module.py, line 3\)"),
+        ("x = 1\nx.y.z = 1 / 0", r"ZeroDivisionError: division by zero \(.*broken_module.py, line 2\)"),
+        (
+            "from toprope import Environment, tool\nclass Mine(Environment):\n    @tool\n    def f(self, s, x): ...",
+            r".*\bx\b.* \(.*broken_module.py, line \d\)",
+        ),
+    ],
+    ids=["syntax", "exit", "code", "tool"],
+)
+def test_a_module_that_breaks_while_it_is_imported_is_named_with_its_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, says: str
+) -> None:
+    (tmp_path / "broken_module.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"broken_module:Mine' cannot be loaded: " + says):
+        find("broken_module:Mine", "toprope.engines", WHERE)
+
+
 @pytest.mark.parametrize("name", [":", "till:", ":Shop", "till:Shop:x", "a b:C", "../till:Shop"])
 def test_a_name_that_is_no_module_and_class_is_refused_as_such(name: str) -> None:
     with pytest.raises(ConfigError, match="module:Class, such as till:Shop"):

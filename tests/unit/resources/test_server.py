@@ -465,3 +465,28 @@ async def test_a_close_ends_before_its_server_does(client: Client) -> None:
     await stopping
     assert (await closing).json()["outcome"] == "closed"
     assert environment.released == [{"n": 3}]
+
+
+async def test_the_text_of_an_authors_error_is_made_in_a_worker_and_holds_nothing_up(client: Client) -> None:
+    made_in: list[str] = []
+
+    class Slow(Exception):
+        def __str__(self) -> str:
+            made_in.append(threading.current_thread().name)
+            return "slow words"
+
+    class Breaks(Counter):
+        def verify(self, state: Any, task: Any, response: Any) -> float:  # type: ignore[override]
+            raise Slow
+
+        @tool
+        async def breaks(self, state: Any) -> str:
+            """Fail."""
+            raise Slow
+
+    house = await serve(client, Breaks())
+    await house.seed()
+    for reply in (await house.post("/breaks", {}), await house.post("/verify", VERIFY, token="tok")):
+        assert "slow words" in reply.json()["error"]["message"]
+    assert made_in
+    assert threading.main_thread().name not in made_in

@@ -86,7 +86,7 @@ async def run_author(
         if unread and came.error is None and read is not _as_it_is:
             came = reading(came.value) if type(came.value) in _NO_CODE else await workers.call(reading, came.value)
     except Exception as error:  # the author's own: told to the caller, who decides whether to try again
-        message = f"{server}: {what}: {said_by(error)}"
+        message = f"{server}: {what}: {await workers.call(said_by, error)}"  # its text is the author's code too
         raise TopropeError(message, kind=kind, status=500, retryable=True) from error
     if came.error is not None:
         raise came.error
