@@ -127,11 +127,10 @@ class Docker:
                 container.start()
         except BaseException as error:
             self._release(home)
-            if isinstance(error, Exception) and not isinstance(
-                error, SandboxLost
-            ):  # the SDK's errors have no common root that is only theirs
-                raise _refusal(error)(f"docker: no sandbox from image {image!r}: {error}") from error
-            raise
+            if isinstance(error, SandboxLost) or not isinstance(error, Exception):
+                raise
+            # The SDK's errors have no common root that is only theirs.
+            raise _refusal(error)(f"docker: no sandbox from image {image!r}: {error}") from error
         return DockerSandbox(client, self._user, home, token, self._release)
 
     def _settings(self, spec: SandboxSpec, home: LeaseHome) -> dict[str, Any]:

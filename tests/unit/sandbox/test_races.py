@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from tests.unit.sandbox.docker_engine import running_engine
 
-from toprope.sandbox import cgroups, docker, plain, processes, workdir
+from toprope.sandbox import cgroups, docker, handles, plain, processes, workdir
 from toprope.sandbox.bubblewrap import Bubblewrap
 from toprope.sandbox.bubblewrap import reap as reap_bubblewrap
 from toprope.sandbox.desk import SandboxDesk
@@ -141,6 +141,7 @@ async def test_a_container_that_another_one_is_removing_is_waited_for(tmp_path: 
         sandbox = await Docker(tmp_path / "leases", engine=engine.url, image="image:1").create(LONG)
         (name,) = engine.containers
         engine.leaving.add(name)
+        engine.calls.clear()
         stopping = asyncio.ensure_future(sandbox.stop())
         while not any(call.startswith(f"GET {name}/json") for call in engine.calls):
             assert not stopping.done(), stopping.result()
@@ -297,6 +298,26 @@ async def test_a_file_of_a_sandbox_that_is_removed_meanwhile_is_lost_and_not_abs
     with pytest.raises(SandboxLost):
         await (sandbox.read_file("answer") if use == "read" else sandbox.write_file("answer", b"43"))
     await sandbox.stop()
+
+
+@pytest.mark.parametrize("kind", ["directory", "docker"])
+async def test_a_run_that_cannot_start_in_a_sandbox_that_is_removed_meanwhile_is_lost(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    leases = tmp_path / "leases"
+    async with running_engine(tmp_path / "engine") as engine:
+        provider = PlainDirectory(leases) if kind == "directory" else Docker(leases, engine=engine.url, image="image:1")
+        sandbox = await provider.create(LONG)
+
+        def late(*given: Any, **named: Any) -> Any:
+            workdir.remove_tree(leases / sandbox.sandbox_id)
+            raise FileNotFoundError
+
+        monkeypatch.setattr(handles, "execute", late)
+        monkeypatch.setattr(os, "mkfifo", late)
+        with pytest.raises(SandboxLost):
+            await sandbox.run(["true"])
+        await sandbox.stop()
 
 
 async def test_a_file_of_a_container_that_somebody_removed_is_lost_and_not_absent(tmp_path: Path) -> None:
