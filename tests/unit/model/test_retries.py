@@ -680,6 +680,9 @@ async def test_nobody_waits_beyond_the_drain_bound_for_a_call_that_a_live_worker
         again = await wire.call(CAPTURED + path, body)
         await steps.next()
         assert said(await again.end()) == 0
+        # Who went on without it claims it no more: it is there for the next one, should it come after all.
+        await one.put(replace(entry("lost", [1], [2], client_gone=True, output_items=(TOLD,)), rollout_id="4-2"))
+        assert said(await _answer(await wire.call(CAPTURED + path, body))) == 7
     await one.close()
     await two.close()
 
