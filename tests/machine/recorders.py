@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from toprope.capture.delivery import finalize_rollout_token_capture
 from toprope.capture.memory_store import MemoryStore
 from toprope.capture.protocols import Intent
 from toprope.capture.recorder import CallEvidence, Recorder
@@ -153,6 +154,11 @@ class Recorders:
             self._run(recorder.incomplete(KEY, call_id, "no_token_ids"))
         else:
             self._run(recorder.abort(KEY, call_id, self._dice.choice(ENDS), request_items=items))
+
+    def delivered(self, row: Mapping[str, Any], **how: Any) -> dict[str, Any]:
+        """What becomes of a row of this rollout, on the store as any caller finds it."""
+        work = finalize_rollout_token_capture(row, self._store, settle_s=0, format="trace", **how)
+        return dict(self._loop.run_until_complete(work) or {})
 
     def frozen(self) -> TokenCaptureSnapshot:
         return self._loop.run_until_complete(self._store.freeze(KEY))

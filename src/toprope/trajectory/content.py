@@ -27,6 +27,10 @@ class _Mark:
     def is_thought(self) -> bool:
         return self.content.startswith(THOUGHT)
 
+    @property
+    def is_call(self) -> bool:
+        return not self.content.startswith("message:")
+
     def says(self, shown: _Mark) -> bool:
         """Whether a row that hands in this shows that: agents strip blanks and renumber ids."""
         if self.content == shown.content:
@@ -55,11 +59,18 @@ def written_by(evidence: Evidence, entries: Sequence[TokenEntry], output: Any) -
     """
     if not isinstance(output, list) or not all(isinstance(item, Mapping) for item in output):
         return ()
-    said = _Said(evidence, entries)
-    for shown in (_Shown.of(output), _Shown.of(output).without_thoughts()):
+    whole = _Shown.of(output)
+    said = _Said(evidence, entries, _kinds(output, whole.marks))
+    for shown in (whole, whole.without_thoughts()):
         if shown.marks and (found := said.in_row(shown)) is not None:
             return found
     return ()
+
+
+def _kinds(output: Sequence[Mapping[str, Any]], marks: _Marks) -> set[bool]:
+    """Whether a row shows tool calls (True; the result of one tells as well), words (False), or both."""
+    results = any(item.get("type", "message") not in ("message", "reasoning") for item in output)
+    return {mark.is_call for mark in _spoken(marks)} | ({True} if results else set())
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +115,22 @@ def _ending(output: Sequence[Mapping[str, Any]]) -> int:
 
 
 class _Said:
-    """What each call said, and all that was said in its conversation up to it."""
+    """What each call said, and all that was said in its conversation up to it.
 
-    def __init__(self, evidence: Evidence, entries: Sequence[TokenEntry]) -> None:
+    Tool calls, and words, are left out where a row shows none: whoever hands in words alone hides the turns without.
+    `shows_calls` says which of the two it shows (False: words).
+    """
+
+    def __init__(self, evidence: Evidence, entries: Sequence[TokenEntry], shows_calls: set[bool]) -> None:
+        def visible(marks: _Marks) -> _Marks:
+            return tuple(mark for mark in marks if mark.is_thought or mark.is_call in shows_calls)
+
         self._calls = evidence.calls
-        self._marks = {call.id: _marks(call.entry.output_items) for call in evidence.calls.values()}
-        self._aside = [_marks(entry.output_items) for entry in entries if entry.model_call_id in evidence.aside]
+        everything = {call.id: _marks(call.entry.output_items) for call in evidence.calls.values()}
+        self._marks = {call_id: visible(marks) for call_id, marks in everything.items()}
+        self._hides_some = {call_id for call_id, marks in everything.items() if marks != self._marks[call_id]}
+        aside = (entry for entry in entries if entry.model_call_id in evidence.aside)
+        self._aside = [visible(_marks(entry.output_items)) for entry in aside]
         self._speaker: dict[str, str] = {}
         self._length: dict[str, int] = {}
         self._unknown: dict[str, bool] = {}
@@ -143,6 +164,8 @@ class _Said:
 
     def _shows(self, call: Call, shown: _Shown) -> bool:
         """Whether this call said the final output and no more, and all that the row shows is its conversation."""
+        if call.id in self._hides_some:  # it went on, or was out of steps
+            return False
         if not shown.ending:  # whoever read the tool's result spoke last, and that is not in the row
             return self._reach(call, shown.marks) == "whole"
         return self._reach(call, shown.last) is not None and self._may_show(call, shown.marks)
@@ -172,11 +195,12 @@ class _Said:
     def _may_show(self, call: Call, wanted: _Marks) -> bool:
         """Whether a row of this call's conversation may show this, with anything left out and items cut down.
 
-        The call itself said the last of it, or nobody else after that. What stands before a boundary may be anything.
+        The call itself said the last of it, or nobody else after that. What stands before a boundary may be anything,
+        and so may what was said before a conversation in which nothing was.
         """
         end, speaker = len(wanted), self._speaker[call.id]
         if not any(mark.may_say(wanted[-1]) for mark in self._marks[speaker]):
-            return self._unknown[call.id] and not self._speaks(speaker)
+            return not self._speaks(speaker) and not call.children
         if self._unknown[call.id]:
             return True
         if self._length[call.id] < end:

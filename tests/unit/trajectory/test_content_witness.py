@@ -87,6 +87,8 @@ def test_reasoning_that_was_left_out_in_part_or_written_anew_hides_no_call(read:
     for before in ([called("a"), result("a")], [thought("anew"), called("a"), result("a")]):
         named(read, entries, [*before, thought("a summary"), said("42")], "m2")
     named(read, entries, [called("a"), result("a"), thought("t")])
+    planned = tree(m1=(None, [said("plan"), called("a")]), m2=("m1", [thought("t"), said("42")]))
+    named(read, planned, [said("plan"), called("a"), result("a"), thought("a summary")])
 
 
 def test_thoughts_are_told_from_words_and_words_by_their_ends(read: Reader) -> None:
@@ -172,7 +174,7 @@ def test_a_sub_agent_that_did_and_said_the_same_hides_a_compacted_conversation(r
 
 def test_a_history_that_nobody_knows_may_hold_anything(read: Reader) -> None:
     m1, m2, s1, s2 = tree(
-        m1=(None, [called("a")]), m2=("m1", [said("ok")]), s1=(None, [said("hm")]), s2=("s1", [said("ok")])
+        m1=(None, [said("so")]), m2=("m1", [said("ok")]), s1=(None, [said("hm")]), s2=("s1", [said("ok")])
     )
     shown = [said("hm"), user(), said("ok")]
     named(read, [m1, m2, s1, s2], shown, "s2")
@@ -180,15 +182,37 @@ def test_a_history_that_nobody_knows_may_hold_anything(read: Reader) -> None:
     silent = replace(m2, output_items=())
     named(read, [m1, silent, s1, s2], shown, "s2")
     named(read, [m1, unknown_history(silent), s1, s2], shown)
-    longer = tree(m1=(None, [called("a")]), m2=("m1", [called("b")]), m3=("m2", [said("ok")]))
+    longer = tree(m1=(None, [said("so")]), m2=("m1", [said("on")]), m3=("m2", [said("ok")]))
     named(read, [longer[0], unknown_history(longer[1]), longer[2], s1, s2], shown)
     # Alone it is named, and what is unknown before it masks.
-    alone = built(read, [m1, unknown_history(m2), s1], [called("a"), result("a"), said("ok")])
+    alone = built(read, [m1, unknown_history(m2), s1], [said("so"), user(), said("ok")])
     assert isinstance(alone, Masked)
     assert alone.reasons == ("unresolved_parent", "history_rewritten")
     # A transcript that ends in a tool's result is whole or names nobody.
     named(read, [m1, unknown_history(replace(m2, output_items=(said("x"), called("b"))))], [said("x"), result("b")])
-    named(read, [unknown_history(m1)], [called("a"), result("a")])
+    named(read, [unknown_history(replace(m1, output_items=(called("a"),)))], [called("a"), result("a")])
+
+
+def test_a_row_without_tool_calls_hides_the_turns_that_made_one(read: Reader) -> None:
+    calls: dict[str, Any] = {"c1": (None, [called("x")]), "c2": ("c1", [said("so far")]), "c3": ("c2", [called("y")])}
+    entries = tree(**calls, c4=("c3", [said("end")]))
+    for output in ([said("end")], [said("so far"), said("end")], [said("so far"), user(), said("end")]):
+        named(read, [*entries, *tree(s1=(None, [said("sub")]))], output, "c4")
+        named(read, [*entries, *tree(s1=(None, [called("y")]))], [result("y"), *output[-1:]], "c4")
+        named(read, [*entries, *tree(s1=(None, [called("y")]))], output)  # it may go on from anybody's words
+        going_on = {"s1": (None, [called("y")]), "s2": ("s1", [said("sub")])}
+        named(read, [*entries, *tree(**going_on)], output, "c4")
+    # Out of steps, an agent hands in what it said before; or all but the call that it made beside it.
+    named(read, entries[:3], [said("so far")])
+    named(read, tree(c1=(None, [said("so far"), called("x")])), [said("so far")])
+    named(read, tree(c1=(None, [said("so far"), called("x")])), [said("so far"), called("x"), result("x")], "c1")
+
+
+def test_a_row_without_words_hides_the_turns_that_said_some(read: Reader) -> None:
+    entries = tree(c1=(None, [called("x")]), c2=("c1", [said("never shown")]))
+    named(read, entries, [called("x"), result("x")])
+    named(read, entries[:1], [called("x"), result("x")], "c1")
+    named(read, tree(c1=(None, [said("so far"), called("x")])), [called("x"), result("x")])
 
 
 def test_a_turn_that_said_nothing_is_looked_through(read: Reader) -> None:
@@ -275,8 +299,8 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "nobody_cuts_words": ("return _is_among(shown.words, self.words)", "return False"),
     "a_piece_of_a_word_is_one": ("return _is_among(shown.words, self.words)", "return shown.words in self.words"),
     "only_the_first_place_counts": ("at = text.find(words, at + 1)", "at = -1"),
-    "reasoning_written_anew_hides_the_call": (", _Shown.of(output).without_thoughts())", ",)"),
-    "reasoning_counts_for_nothing": ("(_Shown.of(output), _Shown", "(_Shown.of(output).without_thoughts(), _Shown"),
+    "reasoning_written_anew_hides_the_call": ("(whole, whole.without_thoughts())", "(whole,)"),
+    "reasoning_counts_for_nothing": ("(whole, whole.without_thoughts())", "(whole.without_thoughts(),)"),
     "a_thought_at_the_end_is_no_ending": ("if not self.ending or spoken:", "if True:"),
     "reasoning_may_not_be_left_out": (_LEFT_OUT, _LEFT_OUT.replace("elif not mark.is_thought", "else")),
     "anything_may_be_left_out": (_LEFT_OUT, _LEFT_OUT.replace("not mark.is_thought", "False")),
@@ -311,9 +335,21 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "a_boundary_hides_nothing": ("self._unknown[each.id] = any(each.faults_here())", "self._unknown[each.id] = False"),
     "a_boundary_hides_what_follows_it_only": ("self._unknown[before.id] if before else False", "False"),
     "what_stands_behind_a_boundary_is_whole": ('"part" if self._unknown[call.id] else "whole"', '"whole"'),
-    "a_silent_call_behind_a_boundary_is_none": (
-        "return self._unknown[call.id] and not self._speaks(speaker)",
-        "return False",
+    "a_silent_conversation_is_none": ("return not self._speaks(speaker) and not call.children", "return False"),
+    "a_silent_conversation_that_went_on_may_be_the_last": (" and not call.children\n", "\n"),
+    "tool_calls_are_always_shown": (
+        "_kinds(output, whole.marks))",
+        "{True, False})",
+    ),
+    "tool_calls_are_never_shown": (
+        "_kinds(output, whole.marks))",
+        "{False})",
+    ),
+    "a_hidden_call_ends_a_conversation": ("if call.id in self._hides_some:", "if False:"),
+    "a_result_tells_of_no_call": ("if results else set()", "if False else set()"),
+    "words_are_always_shown": (
+        "_kinds(output, whole.marks))",
+        "{False, *_kinds(output, whole.marks)})",
     ),
     "a_silent_call_is_never_the_last": ("if before and not self._speaks(each.id) else", "if False else"),
     "an_empty_call_may_be_the_last": ("if self._counts(call) and", "if"),
