@@ -248,8 +248,9 @@ class JsonlCaptures:
     def keys(self) -> list[str]:
         return self._desk.captures()
 
-    def info(self, key: str) -> tuple[float, CaptureInfo] | None:
-        """When the key was first written, and what `list_captures` says of it; None where nothing stands."""
+    def info(self, key: str, now: float | None = None) -> tuple[float, CaptureInfo] | None:
+        """When the key was first written, and what a list of `now` says of it; None where nothing stands."""
+        now = self._clock() if now is None else now
         with self._desk.opened(key, write=False, make=False) as shelf:
             if not shelf.stands:
                 return None
@@ -266,7 +267,7 @@ class JsonlCaptures:
             return created, CaptureInfo(
                 rollout_id=key,
                 state=head.phase,
-                age_s=max(0.0, self._clock() - created),
+                age_s=max(0.0, now - created),
                 calls=head.calls,
                 entries=head.entries,
                 open_intents=head.open_intents if head.phase is Phase.RETIRED else len(dangling),

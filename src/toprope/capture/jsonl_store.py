@@ -145,12 +145,12 @@ class JsonlStore:
 
     async def list_captures(self, *, retired: bool = False) -> tuple[CaptureInfo, ...]:
         """Every capture that is not retired, oldest first; with `retired` tombstones too. Leaves no trace."""
-        found, asked = [], set[str]()
+        found, asked, now = [], set[str](), self._clock()
         # Again until no name is new: asking for a key finishes the move that a dead writer began, to a new name.
         while new := [key for key in await self._run(_WHOLE_DIRECTORY, self._captures.keys) if key not in asked]:
             asked.update(new)
             for key in new:
-                info = await self._run(key, partial(self._captures.info, key))
+                info = await self._run(key, partial(self._captures.info, key, now))
                 if info is not None and (retired or info[1].state != "retired"):
                     found.append(info)
         return tuple(info for _, info in sorted(found, key=lambda each: each[0]))

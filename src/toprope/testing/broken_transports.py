@@ -1,8 +1,8 @@
 """Transports that break one promise each, as real ones have: what the conformance suite must catch.
 
 Each is one of our stores with one fault, so that nothing else is wrong with it: the sqlite store, or where one process
-is enough the one in memory. Those that break a capture's life stand in `broken_custody`; `BROKEN` lists all. Never use
-them for anything else.
+is enough the one in memory. Those that break a capture's life stand in `broken_custody`, those that change what was put
+in `broken_records`; `BROKEN` lists all. Never use them for anything else.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from toprope.capture.memory_store import MemoryStore
 from toprope.capture.protocols import BeginAck, Intent, JournalledCall, PutAck
 from toprope.capture.sqlite_store import SqliteStore
 from toprope.testing.broken_custody import BROKEN_CUSTODY
+from toprope.testing.broken_records import BROKEN_RECORDS
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.snapshot import Receipt, TokenCaptureSnapshot
 
@@ -226,6 +227,7 @@ BROKEN: dict[type[SqliteStore | MemoryStore], str] = {
     ReceiptsOfNothing: "receipts_outlive_the_payload",
     NeverWaits: "settle_waits_for_what_is_in_flight",
     NeedsItsLastLine: "a_torn_last_write_takes_nothing_along",
+    **BROKEN_RECORDS,
     **BROKEN_CUSTODY,
 }
 """Each broken transport with the one check that fails it."""

@@ -5,6 +5,7 @@ Plain async functions like those of `capture_checks`, one promise each. All are 
 
 from __future__ import annotations
 
+import time
 from contextlib import suppress
 from typing import Any
 
@@ -15,11 +16,16 @@ from toprope.capture.protocols import (
     CaptureInfo,
     CaptureLister,
     CaptureReader,
+    Intent,
     PutAck,
     ReceiptSource,
     SupersedingSource,
+    own_verb,
 )
-from toprope.testing.capture_kit import Connect, Scale, Skipped, Transport, client, demand, new_key, sample_entry
+from toprope.testing.capture_kit import Connect, Scale, Skipped, Transport, client, demand, new_key, sample_entry, takes
+
+_CLOCKS_S = 60.0
+"""Seconds that the clock of a store may be ahead of ours."""
 
 
 class _Holdings:
@@ -61,7 +67,7 @@ async def begin_and_put_say_what_the_key_holds(connect: Connect, scale: Scale) -
     """By these counts a recorder learns whether it knows every call before a first one: too few, and a turn that
     nobody recorded is taken for the user's."""
     async with client(connect) as one, client(connect) as other:
-        if getattr(one.sink, "begin_call", None) is None:
+        if own_verb(one.sink, "begin_call") is None:
             raise Skipped("the sink has no begin_call")
         holds = _Holdings(new_key())
         await holds.begin(one, "a")
@@ -137,11 +143,22 @@ async def every_capture_is_listed(connect: Connect, scale: Scale) -> None:
         lister = other.source
         if not isinstance(lister, CaptureLister):
             raise Skipped("the source has no list_captures")
+        began = time.monotonic()
         due = await _one_of_each(one)
         looked_at = await _only_looked_at(other)
+        first = next(iter(due))
+        await one.sink.put(sample_entry(first, "c2", prompt=(1, 2)))  # it is no younger for that
         listed = await lister.list_captures()
         mine = [info.rollout_id for info in listed if info.rollout_id in due]
         demand(mine == [key for key in due if key in mine], "the list does not begin with the oldest")
+        ages = [info.age_s for info in listed if info.rollout_id in due]
+        demand(
+            ages == sorted(ages, reverse=True) and ages[0] > ages[-1], f"the oldest come first; their ages are {ages}"
+        )
+        told_s = time.monotonic() - began
+        demand(
+            0 <= ages[-1] <= ages[0] < told_s + _CLOCKS_S, f"captures of the last {told_s:.1f} s have the ages {ages}"
+        )
         found = {info.rollout_id: info for info in listed}
         everything = {info.rollout_id: info for info in await lister.list_captures(retired=True)}
         demand(looked_at not in everything, "a key that was only looked at is listed")
@@ -169,10 +186,22 @@ async def _one_of_each(one: Transport) -> dict[str, tuple[str, dict[str, Any]]]:
         due[key] = (what, told)
         return key
 
-    await sink.put(sample_entry(expect(new_key(), "an entry", "open", 1, 1, open_intents=0, snapshot_id=None), "c1"))
+    await sink.put(sample_entry(expect(new_key(), "two entries", "open", 2, 2, open_intents=0, snapshot_id=None), "c1"))
     await sink.mark_incomplete(expect(new_key(), "nothing but a mark", "open", 0, 0, incomplete=True), "c1")
-    if getattr(sink, "begin_call", None) is not None:
+    if own_verb(sink, "begin_call") is not None:
         await sink.begin_call(expect(new_key(), "nothing but an intent", "open", 1, 0, open_intents=1), "c1")
+    begin: Any = own_verb(sink, "begin_call")
+    if takes(begin, "intent"):
+        key, epoch = new_key(), f"{new_key()}-writer"
+        expect(key, "a writer at work", "open", 2, 1, open_intents=1, writer_epochs=(epoch,), writer="live")
+        for call_id in ("c1", "c2"):
+            await begin(key, call_id, intent=Intent(writer_epoch=epoch))
+        await sink.put(sample_entry(key, "c1"))
+        key = expect(
+            new_key(), "a writer whose call ended", "open", 1, 1, open_intents=0, writer_epochs=(), writer="live"
+        )
+        await begin(key, "c1", intent=Intent(writer_epoch=epoch))
+        await sink.put(sample_entry(key, "c1"))
     if isinstance(sink, AbortingSink):
         told: dict[str, Any] = {"aborts": (("client_gone", 1),), "open_intents": 0}
         key = expect(new_key(), "nothing but an abort", "open", 1, 0, **told)
@@ -198,7 +227,7 @@ async def _one_of_each(one: Transport) -> dict[str, tuple[str, dict[str, Any]]]:
     await sink.put(sample_entry(key, "c1"))
     seen = await source.freeze(key)
     await source.drop(key, snapshot_id=seen.snapshot_id, version=seen.version)
-    expect(key, "a tombstone", "retired", 1, 1, snapshot_id=seen.snapshot_id, version=seen.version)
+    expect(key, "a tombstone", "retired", 1, 1, writer=None, snapshot_id=seen.snapshot_id, version=seen.version)
     return due
 
 

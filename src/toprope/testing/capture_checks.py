@@ -20,6 +20,7 @@ from toprope.capture.protocols import (
     CaptureReader,
     Intent,
     SupersedingSource,
+    own_verb,
 )
 from toprope.testing.capture_kit import (
     Connect,
@@ -104,9 +105,11 @@ async def floats_and_texts_come_back_bit_for_bit(connect: Connect, scale: Scale)
         values = np.array([-0.0, -5e-324, -0.1, -1.1754943508222875e-38, -123456.789, float(np.float32(-0.3))])
         values.flags.writeable = False
         object.__setattr__(entry, "generation_log_probs", values)
+        entry = replace(entry, created_at=1_764_500_000.1234567)
         await one.sink.put(entry)
         back = (await one.source.freeze(entry.rollout_id)).entries[0]
         demand(back.generation_log_probs.tobytes() == values.tobytes(), "logprobs changed")
+        demand(back.created_at == entry.created_at, f"the time {entry.created_at!r} became {back.created_at!r}")
         demand(dict(back.extra) == dict(entry.extra), "unknown fields changed")
         demand(back.output_items == entry.output_items, "items changed")
 
@@ -119,12 +122,20 @@ async def every_field_of_a_record_comes_back(connect: Connect, scale: Scale) -> 
         "c3": {"parent_decision": "unresolved", "parent_resolution_reason": "unrecorded_turn", "cum_len": 8},
         "c4": {"client_gone": True, "media": True, "grammar_forced": [True, False], "routed_experts": [[1], [2]]},
         "c5": {"chain_hash": "5a" * 32, "item_digests": ("message:0:1", "reasoning:2:"), "request_digest": "d1"},
-        "c6": {"sampling": {"temperature": 0.7}, "weight_versions": (WeightSpan(0, 1, "w7"),)},
+        "c6": {
+            "sampling": {"temperature": 0.7},
+            "weight_versions": tuple(WeightSpan(n, n + 1, f"w{n}") for n in range(3)),
+        },
     }
     async with client(connect) as one:
         key = new_key()
         prompts = {"c2": (1, 2, 3, 100, 101, 7), "c3": (9, 8, 7, 6, 5, 4)}
-        put = {name: sample_entry(key, name, prompt=prompts.get(name, (1, 2, 3)), **told[name]) for name in told}
+        put = {
+            name: sample_entry(
+                key, name, prompt=prompts.get(name, (1, 2, 3)), generated=3 if name == "c6" else 2, **told[name]
+            )
+            for name in told
+        }
         for entry in put.values():
             await one.sink.put(entry)
         back = {entry.model_call_id: entry for entry in (await one.source.freeze(key)).entries}
@@ -207,7 +218,7 @@ async def a_dropped_rollout_stays_gone(connect: Connect, scale: Scale) -> None:
 
 async def an_open_intent_masks_and_a_put_satisfies_it(connect: Connect, scale: Scale) -> None:
     async with client(connect) as one:
-        begin = getattr(one.sink, "begin_call", None)
+        begin = own_verb(one.sink, "begin_call")
         if begin is None:
             raise Skipped("the sink has no begin_call")
         whole, lost = new_key(), new_key()
@@ -237,7 +248,7 @@ async def an_aborted_intent_does_not_mask(connect: Connect, scale: Scale) -> Non
 async def the_journal_tells_every_begun_call_in_order(connect: Connect, scale: Scale) -> None:
     async with client(connect) as one, client(connect) as other:
         journals = [each.source for each in (one, other) if isinstance(each.source, CallJournal)]
-        begins: list[Any] = [getattr(each.sink, "begin_call", None) for each in (one, other)]
+        begins: list[Any] = [own_verb(each.sink, "begin_call") for each in (one, other)]
         if len(journals) < 2 or not all(takes(begin, "intent") for begin in begins):
             raise Skipped("the source has no begun_calls, or the sink takes no intent")
         key, names = new_key(), ("c3", "c1", "c4", "c2")
@@ -258,6 +269,9 @@ async def the_journal_tells_every_begun_call_in_order(connect: Connect, scale: S
         if isinstance(other.sink, AbortingSink):
             await other.sink.abort_call(key, "c4", reason="client_gone")
             ended["c4"] = (False, "client_gone")
+            await other.sink.abort_call(key, "c2", reason="client_gone")
+            await one.sink.put(sample_entry(key, "c2"))  # drained: its reply came after all
+            ended["c2"] = (True, None)
         await begins[0](key, "c1", intent=told["c3"])
         await other.sink.put(sample_entry(key, "never-begun"))
         await begins[0](key, "never-begun", intent=told["c3"])

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from toprope.capture.protocols import AbortingSink, CallJournal, SupersedingSource
+from toprope.capture.protocols import AbortingSink, CallJournal, SupersedingSource, own_verb
 from toprope.testing.capture_endpoints import Endpoints, OtherProcess
 from toprope.testing.capture_kit import (
     Connect,
@@ -61,7 +61,7 @@ async def what_was_acknowledged_survives_the_death_of_its_process(connect: Conne
 async def an_intent_survives_the_death_of_its_process(connect: Connect, scale: Scale) -> None:
     key = new_key()
     async with client(connect) as before:
-        if getattr(before.sink, "begin_call", None) is None:
+        if own_verb(before.sink, "begin_call") is None:
             raise Skipped("the sink has no begin_call")
         async with _another(connect, before.sink) as there:
             await there.tell("begin", key, "c1")
@@ -108,9 +108,9 @@ async def what_was_ended_stays_ended_after_a_death(connect: Connect, scale: Scal
 async def calls_of_dead_writers_are_settled_and_of_live_ones_not(connect: Connect, scale: Scale) -> None:
     plain, streamed, retried, living = (new_key() for _ in range(4))
     async with client(connect) as here:
-        if not takes(getattr(here.sink, "begin_call", None), "intent"):
+        if not takes(own_verb(here.sink, "begin_call"), "intent"):
             raise Skipped("begin_call takes no intent: nothing says whose a call is")
-        settle = getattr(here.source, "settle", None)
+        settle = own_verb(here.source, "settle")
         async with _another(connect, here.sink) as there:
             for key in (plain, streamed, retried, living):
                 intent = {"stream": key == streamed, "request_digest": "d", "writer_epoch": f"{plain}-writer"}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from toprope.capture.protocols import AbortingSink, CaptureLister, DiscardingStore, Intent, SupersedingSource
+from toprope.capture.protocols import AbortingSink, CaptureLister, DiscardingStore, Intent, SupersedingSource, own_verb
 from toprope.testing.capture_kit import (
     Connect,
     Scale,
@@ -46,7 +46,7 @@ async def _undelivered(one: Transport) -> dict[str, str]:
     kinds: dict[str, str] = {}
     for what in ("put", "marked", "put marked", "frozen", "frozen put", "frozen marked", "frozen put marked"):
         kinds[new_key()] = what
-    if getattr(one.sink, "begin_call", None) is not None:
+    if own_verb(one.sink, "begin_call") is not None:
         kinds |= {new_key(): "begun", new_key(): "frozen put begun"}
     if isinstance(one.sink, AbortingSink):
         kinds[new_key()] = "aborted"
@@ -93,7 +93,7 @@ async def an_earlier_attempt_stays_out(connect: Connect, scale: Scale) -> None:
 
 async def _stays_out(worker: Transport, key: str, why: str) -> None:
     what = f"after {why}, an attempt takes"
-    if getattr(worker.sink, "begin_call", None) is not None:
+    if own_verb(worker.sink, "begin_call") is not None:
         await refused(worker.sink.begin_call(key, "c2"), f"{what} an intent")
     await refused(worker.sink.put(sample_entry(key, "c2")), f"{what} an entry")
     await refused(worker.sink.mark_incomplete(key, "c2"), f"{what} a mark")
@@ -103,7 +103,7 @@ async def _stays_out(worker: Transport, key: str, why: str) -> None:
 
 async def a_discard_takes_what_it_was_told_and_no_live_one(connect: Connect, scale: Scale) -> None:
     async with client(connect) as one, client(connect) as other:
-        source, begin = other.source, getattr(one.sink, "begin_call", None)
+        source, begin = other.source, own_verb(one.sink, "begin_call")
         if not isinstance(source, DiscardingStore):
             raise Skipped("the source has no discard")
         asked, kept, living, retired = (new_key() for _ in range(4))
@@ -128,13 +128,14 @@ async def a_discard_takes_what_it_was_told_and_no_live_one(connect: Connect, sca
 
 
 async def keys_that_look_alike_do_not_meet(connect: Connect, scale: Scale) -> None:
-    """Rollout ids may hold letters of both cases, digits, and `. _ -`, and be 200 long; call ids may hold anything."""
+    """Rollout ids may hold letters of both cases, digits, and `. _ -`, and be 200 long, as call ids, of any text."""
     async with client(connect) as one, client(connect) as other:
         base = new_key()
         tails = ("", "x", "X", ".", "_", "-", "-a0", ".tokens", ".json", ".jsonl", ".lock", "-a1", "-a11")
         long = [base.ljust(199, "l") + last for last in "pq"]
         keys = [*(base + tail for tail in tails), *long]
-        calls = ("c1", "C1", "c1 ", "c1\n", "c/1", "c~1", "\u00e71", "c\u03271", "1")
+        same = "c".ljust(199, "l")
+        calls = ("c1", "C1", "c1 ", "c1\n", "c/1", "c~1", "\u00e71", "c\u03271", "1", f"{same}p", f"{same}q")
         for n, key in enumerate(keys):
             for each, call_id in enumerate(calls):
                 await one.sink.put(sample_entry(key, call_id, prompt=(1, n, each)))

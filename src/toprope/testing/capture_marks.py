@@ -9,7 +9,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, TypeAlias
 
-from toprope.capture.protocols import AbortingSink, CallJournal, CaptureReader, ReceiptSource, SupersedingSource
+from toprope.capture.protocols import (
+    AbortingSink,
+    CallJournal,
+    CaptureReader,
+    ReceiptSource,
+    SupersedingSource,
+    own_verb,
+)
 from toprope.testing.capture_kit import (
     Connect,
     Scale,
@@ -76,7 +83,7 @@ def _acts(one: Transport) -> Mapping[str, _Act]:
         "freeze": one.source.freeze,
         "clash": clash,
     }
-    if getattr(sink, "begin_call", None) is not None:
+    if own_verb(sink, "begin_call") is not None:
         acts["begin"] = lambda key: sink.begin_call(key, "c1")
         acts["begin other"] = lambda key: sink.begin_call(key, "c2")
     if isinstance(sink, AbortingSink):
@@ -139,7 +146,7 @@ async def what_is_set_aside_keeps_its_marks(connect: Connect, scale: Scale) -> N
 
 async def _used(one: Transport, key: str, *, doubtful: bool) -> None:
     """A key with an entry; `doubtful`: a lost call and an open one too."""
-    if doubtful and getattr(one.sink, "begin_call", None) is not None:
+    if doubtful and own_verb(one.sink, "begin_call") is not None:
         await one.sink.begin_call(key, "c3")
     await one.sink.put(sample_entry(key, "c1"))
     if isinstance(one.sink, AbortingSink):

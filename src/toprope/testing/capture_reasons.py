@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import fields
 from typing import Any
 
-from toprope.capture.protocols import AbortingSink, ReceiptSource, SupersedingSource
+from toprope.capture.protocols import AbortingSink, ReceiptSource, SupersedingSource, own_verb
 from toprope.testing.capture_kit import Connect, Scale, Skipped, client, demand, new_key, sample_entry, takes
 from toprope.tokens.receipts import receipts_of
 
@@ -48,6 +48,15 @@ async def a_reply_that_was_cut_short_is_told(connect: Connect, scale: Scale) -> 
         snapshot = await other.source.freeze(key)
         demand("truncated:context_overflow" in snapshot.reasons, "a reply that was cut short is not told")
         demand(not snapshot.incomplete, "a reply that was cut short counts as lost")
+        plain = new_key()
+        await one.sink.put(sample_entry(plain, "c1"))
+        for n, reason in enumerate(("client_gone", "upstream:500", "writer_died", "replay_of:c1", "not_sent")):
+            await one.sink.begin_call(plain, f"a{n}")
+            await one.sink.abort_call(plain, f"a{n}", reason=reason)
+        found = (await other.source.freeze(plain)).reasons
+        demand(
+            found == (), f"calls failed, were replayed or not sent; the snapshot says {list(found)} of a whole rollout"
+        )
 
 
 async def a_reply_that_was_fetched_again_was_read(connect: Connect, scale: Scale) -> None:
@@ -91,7 +100,7 @@ async def the_pair_of_another_snapshot_drops_nothing(connect: Connect, scale: Sc
 
 async def settle_waits_for_what_is_in_flight(connect: Connect, scale: Scale) -> None:
     async with client(connect) as one, client(connect) as other:
-        begin, settle = getattr(one.sink, "begin_call", None), getattr(other.source, "settle", None)
+        begin, settle = own_verb(one.sink, "begin_call"), own_verb(other.source, "settle")
         if begin is None or settle is None:
             raise Skipped("the source has no settle, or the sink no begin_call")
         key = new_key()

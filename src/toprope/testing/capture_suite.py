@@ -19,6 +19,7 @@ from toprope.testing import capture_deaths as deaths
 from toprope.testing import capture_keeping as keeping
 from toprope.testing import capture_marks as marks
 from toprope.testing import capture_reasons as told
+from toprope.testing import capture_records as records
 from toprope.testing.capture_kit import Check, Scale, Skipped
 from toprope.testing.capture_kit import Connect as Connect
 from toprope.testing.capture_kit import Nonconforming as Nonconforming
@@ -81,6 +82,9 @@ _SINGLE: tuple[Check, ...] = (
     checks.a_logprob_that_is_no_number_is_refused,
     checks.floats_and_texts_come_back_bit_for_bit,
     checks.every_field_of_a_record_comes_back,
+    records.ids_of_every_size_come_back,
+    records.texts_of_every_kind_come_back,
+    records.a_call_that_sampled_nothing_is_kept,
     checks.freeze_makes_the_set_final,
     checks.an_unknown_key_freezes_to_nothing_for_good,
     checks.a_mark_after_freeze_makes_the_old_pair_useless,
@@ -99,6 +103,7 @@ _SINGLE: tuple[Check, ...] = (
     marks.what_is_set_aside_keeps_its_marks,
     answers.begin_and_put_say_what_the_key_holds,
     answers.entries_are_read_in_the_order_of_their_arrival,
+    records.what_is_read_while_open_is_what_was_put,
     answers.a_dropped_payload_is_not_read_again,
     answers.every_capture_is_listed,
     keeping.keys_that_look_alike_do_not_meet,
@@ -160,6 +165,16 @@ NEEDS: dict[Check, tuple[Check, ...]] = {
     ),
     answers.begin_and_put_say_what_the_key_holds: (_VISIBLE, _INTENT, checks.the_same_put_twice_is_one_entry),
     answers.entries_are_read_in_the_order_of_their_arrival: (_VISIBLE,),
+    records.ids_of_every_size_come_back: (_VISIBLE,),
+    records.texts_of_every_kind_come_back: (_VISIBLE,),
+    records.a_call_that_sampled_nothing_is_kept: (_VISIBLE,),
+    records.what_is_read_while_open_is_what_was_put: (
+        _VISIBLE,
+        checks.every_field_of_a_record_comes_back,
+        records.ids_of_every_size_come_back,
+        records.a_call_that_sampled_nothing_is_kept,
+        answers.entries_are_read_in_the_order_of_their_arrival,
+    ),
     answers.a_dropped_payload_is_not_read_again: (_GONE,),
     answers.every_capture_is_listed: (_VISIBLE, _INTENT, _GONE, _EMPTY, marks.a_lost_call_is_named),
     keeping.keys_that_look_alike_do_not_meet: (_VISIBLE,),
@@ -184,7 +199,8 @@ NEEDS: dict[Check, tuple[Check, ...]] = {
         checks.a_mark_after_freeze_makes_the_old_pair_useless,
     ),
     checks.many_writers_lose_nothing: (_VISIBLE,),
-    checks.a_deep_chain_comes_back_whole: (_VISIBLE, answers.entries_are_read_in_the_order_of_their_arrival),
+    checks.a_deep_chain_comes_back_whole: (_VISIBLE, records.what_is_read_while_open_is_what_was_put),
+    checks.a_very_long_call_is_kept: (records.ids_of_every_size_come_back,),
     told.receipts_outlive_the_payload: (_VISIBLE, checks.a_dropped_rollout_stays_gone),
     deaths.what_another_process_puts_is_visible_at_once: (_VISIBLE,),
     deaths.an_intent_survives_the_death_of_its_process: (checks.an_open_intent_masks_and_a_put_satisfies_it,),

@@ -11,7 +11,14 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from dataclasses import dataclass, replace
 from typing import Any
 
-from toprope.capture.protocols import AbortingSink, EntryConflict, ReceiptSource, SupersedingSource, TokenSource
+from toprope.capture.protocols import (
+    AbortingSink,
+    EntryConflict,
+    ReceiptSource,
+    SupersedingSource,
+    TokenSource,
+    own_verb,
+)
 from toprope.errors.tree import CaptureClosed
 from toprope.testing.capture_kit import (
     Connect,
@@ -109,7 +116,7 @@ async def _all(
 def _cells(one: Transport, place: _Place) -> Iterator[_Cell]:
     key, (snapshot_id, version) = place.key, place.pair
     sink, source = one.sink, one.source
-    if getattr(sink, "begin_call", None) is not None:
+    if own_verb(sink, "begin_call") is not None:
         yield _Cell("begin_call of a new call", lambda: sink.begin_call(key, "n1"), Begin())
         yield _Cell("begin_call of a call that was put", lambda: sink.begin_call(key, "c1"), Begin(), place.standing)
         if place.busy:
@@ -155,7 +162,7 @@ async def _brought_to(one: Transport, phase: Phase, *, busy: bool) -> _Place:
     key = new_key()
     if phase is Phase.ABSENT:
         return _Place(key, Head(), ("never", 1))
-    opened = int(busy and getattr(one.sink, "begin_call", None) is not None)
+    opened = int(busy and own_verb(one.sink, "begin_call") is not None)
     if opened:
         await one.sink.begin_call(key, "b1")
     await one.sink.put(sample_entry(key, "c1"))

@@ -182,6 +182,7 @@ async def test_a_sink_and_a_source_with_exactly_nemo_gyms_signatures_pass(memory
         "entries_are_read_in_the_order_of_their_arrival",
         "a_dropped_payload_is_not_read_again",
         "every_capture_is_listed",
+        "what_is_read_while_open_is_what_was_put",
         "a_sweep_takes_nothing_but_tombstones",
         "an_earlier_attempt_stays_out",
         "a_discard_takes_what_it_was_told_and_no_live_one",
@@ -198,7 +199,6 @@ def test_every_promise_that_one_process_can_break_has_a_transport_that_breaks_it
     assert alone == {
         "put_survives_the_client",
         "floats_and_texts_come_back_bit_for_bit",
-        "every_field_of_a_record_comes_back",
         "freeze_makes_the_set_final",
         "an_unknown_key_freezes_to_nothing_for_good",
         "an_aborted_intent_does_not_mask",
