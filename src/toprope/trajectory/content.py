@@ -173,13 +173,15 @@ class _Said:
     def _rivals(self, first: Call, alike: list[Call], shown: _Shown) -> list[Call]:
         """Other calls that may have said the row's last words.
 
-        Its own conversation's calls are none where they only said something longer, and the row shows too much of it
-        for that (or they came before).
+        Calls of its own conversation that only said something longer are none where they came before, or where the row
+        is its whole transcript: who cuts down a last turn does not leave out the one before it.
         """
         others = [call for call in alike if _sample(call) != _sample(first)]
         if not others:
             return []
-        kin = {call.id for call in first.path()} | (first.descendants() if shown.before else set())
+        kin = {call.id for call in first.path()}
+        if shown.before and self._reach(first, shown.marks) == "whole":
+            kin |= first.descendants()
         return [call for call in others if call.id not in kin or self._reach(call, shown.last) is not None]
 
     def _told_elsewhere(self, first: Call, shown: _Shown) -> int:

@@ -110,6 +110,9 @@ def test_a_call_that_said_more_or_less_than_the_row_is_not_named(read: Reader) -
     aside = tree(c1=(None, [called("x")]), c2=("c1", [said("b")]), c3=("c2", [said("b, as a title")]))
     named(read, aside, [called("x"), result("x"), said("b")], "c2")
     named(read, aside, [said("b")])
+    more = tree(c1=(None, [said("so"), called("x")]), c2=("c1", [said("b")]), c3=("c2", [said("It is b")]))
+    named(read, more, [called("x"), result("x"), said("b")])  # no words between, and c3's cut down
+    named(read, more, [said("so"), called("x"), result("x"), said("b")], "c2")
 
 
 def test_a_sub_agent_that_said_what_the_row_ends_with_is_not_the_main_agents_turn(read: Reader) -> None:
@@ -322,7 +325,10 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "everything_may_be_compacted": ("shown.marks[told:]) for rival", "shown.last) for rival"),
     "what_the_call_itself_did_may_be_compacted": ("if call_id not in own)]", ")]"),
     "turns_may_be_left_out_before_a_rival": ("if self._reach(first, shown.marks) is None:", "if False:"),
-    "part_of_a_transcript_before_a_tools_result": ('shown.marks) == "whole"', "shown.marks) is not None"),
+    "part_of_a_transcript_before_a_tools_result": (
+        'return self._reach(call, shown.marks) == "whole"',
+        "return self._reach(call, shown.marks) is not None",
+    ),
     "what_the_row_shows_before_is_not_asked": (" and self._may_show(call, shown.marks)\n", "\n"),
     "a_part_of_a_reply_is_one": (
         "self._reach(call, shown.last) is not None and self._may_show(call, shown.marks)",
@@ -330,8 +336,19 @@ MUTANTS: dict[str, tuple[str, str]] = {
     ),
     "its_own_conversation_is_a_rival": ("if call.id not in kin or", "if True or"),
     "its_own_conversation_is_never_a_rival": (" or self._reach(call, shown.last) is not None]", "]"),
-    "what_follows_is_never_a_rival": ("if shown.before else set()", ""),
-    "what_follows_is_a_rival": ("(first.descendants() if shown.before else set())", "set()"),
+    "what_follows_is_never_a_rival": (
+        'if shown.before and self._reach(first, shown.marks) == "whole":',
+        "if True:",
+    ),
+    "what_follows_a_part_is_no_rival": (
+        'if shown.before and self._reach(first, shown.marks) == "whole":',
+        "if shown.before:",
+    ),
+    "what_follows_a_final_output_alone_is_no_rival": (
+        'if shown.before and self._reach(first, shown.marks) == "whole":',
+        'if self._reach(first, shown.marks) == "whole":',
+    ),
+    "what_follows_is_a_rival": ("kin |= first.descendants()", "pass"),
     "a_boundary_hides_nothing": ("self._unknown[each.id] = any(each.faults_here())", "self._unknown[each.id] = False"),
     "a_boundary_hides_what_follows_it_only": ("self._unknown[before.id] if before else False", "False"),
     "what_stands_behind_a_boundary_is_whole": ('"part" if self._unknown[call.id] else "whole"', '"whole"'),
