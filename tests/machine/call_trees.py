@@ -6,6 +6,7 @@ oracle knows nothing of parents, claims or chains: it looks every delivered id u
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -84,6 +85,8 @@ class World:
         self.incomplete: list[str] = []
         self.harmed: set[str] = set()
         self._next = 10
+        self._terse = self.dice.random() < 0.25  # few words, said again and again, shown ones too
+        self._calls = self.dice.choice(CALLS) if self.dice.random() < 0.5 else None
 
     def given(self, count: int) -> list[int]:
         ids = [self._fresh() for _ in range(count)]
@@ -112,9 +115,13 @@ class World:
         log_probs = [-0.01 * self.dice.randint(1, 500) for _ in gen]
         for token, log_prob in zip(gen, log_probs, strict=True):
             self.book.sampled.setdefault(token, {})[call_id] = log_prob
-        text = twin.output[0]["content"] if twin and twin.output else f"text of {call_id}"
-        output = [{**assistant(text), "id": f"msg_{call_id}"}] if gen else []
+        text = self.dice.choice(["ok", "ok", "done"]) if self._terse else f"text of {call_id}"
+        output = self._said(call_id, text) if gen else []
+        if twin is not None and gen:
+            output = twin.output
         turn = Turn(call_id, prompt, gen, items, output, sound)
+        if output and output[0]["type"] == "function_call" and self._calls is not None:
+            turn.kept = [*items, *self._calls(output[0], len(items)), result(output[0]["call_id"])]
         self.turns[call_id] = turn
         lost = about.pop("lose", False)
         if lost:
@@ -154,6 +161,14 @@ class World:
         self.entries.append(entry)
         return turn
 
+    def _said(self, call_id: str, text: str) -> Items:
+        """What the engine makes of a generation: a reply, or a call, now and then one that was cut."""
+        if self._calls is None or self.dice.random() < 0.4:
+            return [{**assistant(text), "id": f"msg_{call_id}"}]
+        arguments = _arguments(text)
+        made = f"call_{call_id}" if self.dice.random() < 0.3 else "call_1"
+        return [tool_call(made, arguments if self.dice.random() < 0.9 else arguments[:-2], self.dice.choice("fg"))]
+
     def _through(self, recorders: Recorders, turn: Turn, sampled: dict[int, float], **about: Any) -> None:
         late = about.pop("late", False)
         recorder = recorders.begin(turn.call_id)
@@ -167,7 +182,9 @@ class World:
                 record()
             return
         self.overdue.append(lambda: recorders.lose(recorder, turn.call_id, turn.items))
-        if self.dice.random() < 0.7:  # else its loss is noticed only after calls that came later
+        # Else its loss is noticed only after calls that came later. Not where words repeat: until a loss is known, a
+        # beginning in words that another one was shown is one, as the rule has it.
+        if self._terse or self.dice.random() < 0.7:
             self.settle()
 
     def settle(self) -> None:
@@ -190,7 +207,10 @@ class World:
 
         Some show turns that nobody sampled. Where lost calls cannot be ruled out those need not train.
         """
-        shown = [user("for example"), assistant("shown")] if self.dice.random() < 0.15 else []
+        shown: Items = []
+        if self.dice.random() < (0.4 if self._terse else 0.15):
+            text = "ok" if self._terse else "shown"
+            shown = [user("for example"), *self.dice.choice(SHOWN if self._calls is not None else SHOWN[:1])(text)]
         return self.call(self.given(self.dice.randint(1, 3)), [*shown, user("task")], sound=not shown, **about)
 
     def aside(self) -> Turn:
@@ -233,6 +253,14 @@ def assistant(text: str) -> dict[str, Any]:
     return {"type": "message", "role": "assistant", "content": text}
 
 
+def tool_call(call_id: str, arguments: str, name: str = "f") -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": arguments}
+
+
+def result(call_id: str) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": call_id, "output": "done"}
+
+
 def user(text: str) -> dict[str, Any]:
     return {"type": "message", "role": "user", "content": text}
 
@@ -253,9 +281,41 @@ def _beside(items: Items, text: str) -> Items:
     return [*items, *chat(thinking=text)]
 
 
-def chat(**fields: Any) -> Items:
-    """An assistant message as a Chat program sends it."""
-    return list(items_from_messages([{"role": "assistant", "content": "", **fields}]))
+def chat(*, first: int = 0, **fields: Any) -> Items:
+    """An assistant message as a Chat program sends it, at place `first`."""
+    return list(items_from_messages([{"role": "assistant", "content": "", **fields}], first=first))
+
+
+def old_call(arguments: str, name: str = "f", *, first: int = 0) -> Items:
+    """A call in the spelling that has no ids: we make one of its place."""
+    return chat(first=first, function_call={"name": name, "arguments": arguments})
+
+
+CALLS: tuple[Callable[[dict[str, Any], int], Items], ...] = (
+    lambda call, at: [call],
+    lambda call, at: [{**call, "call_id": "call_1"}],
+    lambda call, at: [{**call, "call_id": f"call_{at}", "arguments": _anew(call["arguments"])}],
+    lambda call, at: old_call(call["arguments"], call["name"], first=1),
+    lambda call, at: chat(tool_calls=[{"function": {"name": call["name"], "arguments": call["arguments"]}}], first=at),
+)
+"""The ways in which agents send a call back: as it came, all under one id, renumbered and written anew, without one."""
+
+
+def _anew(arguments: str) -> str:
+    """Written anew, as programs do that have read them; what cannot be read they send as it is."""
+    return arguments.replace(": ", ":") if arguments.endswith("}") else arguments
+
+
+def _arguments(text: str) -> str:
+    return json.dumps({"x": text})
+
+
+SHOWN: tuple[Callable[[str], Items], ...] = (
+    lambda text: [assistant(text)],
+    lambda text: [tool_call("call_1", _arguments(text)), result("call_1")],
+    lambda text: [*old_call(_arguments(text), first=1), result("call_h1_0")],
+)
+"""What nobody sampled and a first request holds."""
 
 
 KEEPINGS: tuple[Callable[[Items, str], Items], ...] = (
@@ -271,6 +331,10 @@ KEEPINGS: tuple[Callable[[Items, str], Items], ...] = (
     lambda items, text: [*items, {"type": "agent_output", "role": "", "text": text, "content": []}],
     _extending,
     _beside,
+    lambda items, text: [*items, tool_call("call_1", _arguments(text)), result("call_1")],
+    lambda items, text: [*items, tool_call("call_1", _arguments(text), "g"), result("call_1")],
+    lambda items, text: [*items, *old_call(_arguments(text), first=1), result("call_h1_0")],
+    lambda items, text: [*items, *chat(tool_calls=[{"function": {"name": "f", "arguments": _arguments(text)}}])],
 )
 """The ways in which an agent keeps what it read of a call that then came to nothing."""
 
@@ -285,6 +349,7 @@ MOODS: dict[str, tuple[int, Callable[[World, Turn], Turn]]] = {
     "again": (8, lambda world, turn: world.again(turn, same=False)),
     "twin": (3, lambda world, turn: world.again(turn, same=True)),
     "compact": (4, lambda world, turn: world.start()),
+    "lose_start": (2, lambda world, turn: world.start(lose=True)),
     "rewrite": (3, lambda world, turn: world.rewrite(turn)),
     "make_up": (3, lambda world, turn: world.make_up(turn)),
 }
