@@ -173,15 +173,12 @@ class _Said:
     def _rivals(self, first: Call, alike: list[Call], shown: _Shown) -> list[Call]:
         """Other calls that may have said the row's last words.
 
-        Calls of its own conversation that only said something longer are none where they came before, or where the row
-        is its whole transcript: who cuts down a last turn does not leave out the one before it.
+        Calls of its own conversation that came before and only said something longer are none.
         """
         others = [call for call in alike if _sample(call) != _sample(first)]
         if not others:
             return []
         kin = {call.id for call in first.path()}
-        if shown.before and self._reach(first, shown.marks) == "whole":
-            kin |= first.descendants()
         return [call for call in others if call.id not in kin or self._reach(call, shown.last) is not None]
 
     def _told_elsewhere(self, first: Call, shown: _Shown) -> int:

@@ -106,13 +106,13 @@ def test_a_call_that_said_more_or_less_than_the_row_is_not_named(read: Reader) -
     named(read, entries, [said("a"), said("b")])
     named(read, entries, [said("b")], "c2")
     named(read, entries, [said("b"), said("a")])
-    # Of what was asked aside after the end, the row shows too much: nobody hands in all but the last.
-    aside = tree(c1=(None, [called("x")]), c2=("c1", [said("b")]), c3=("c2", [said("b, as a title")]))
-    named(read, aside, [called("x"), result("x"), said("b")], "c2")
-    named(read, aside, [said("b")])
-    more = tree(c1=(None, [said("so"), called("x")]), c2=("c1", [said("b")]), c3=("c2", [said("It is b")]))
-    named(read, more, [called("x"), result("x"), said("b")])  # no words between, and c3's cut down
-    named(read, more, [said("so"), called("x"), result("x"), said("b")], "c2")
+    # What follows in the same conversation, longer, may be what the harness cut down.
+    more = tree(c1=(None, [called("x")]), c2=("c1", [said("b")]), c3=("c2", [said("It is b")]))
+    for output in ([called("x"), result("x"), said("b")], [said("b")]):
+        named(read, more, output)
+        named(read, more[:2], output, "c2")
+    for first, then in (("c1", "c2"), ("c2", "c1")):  # whichever comes first by name
+        named(read, tree(**{first: (None, [said("b")]), then: (first, [said("b")])}), [said("b")])
 
 
 def test_a_sub_agent_that_said_what_the_row_ends_with_is_not_the_main_agents_turn(read: Reader) -> None:
@@ -337,18 +337,9 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "its_own_conversation_is_a_rival": ("if call.id not in kin or", "if True or"),
     "its_own_conversation_is_never_a_rival": (" or self._reach(call, shown.last) is not None]", "]"),
     "what_follows_is_never_a_rival": (
-        'if shown.before and self._reach(first, shown.marks) == "whole":',
-        "if True:",
+        "kin = {call.id for call in first.path()}\n",
+        "kin = {call.id for call in first.path()} | first.descendants()\n",
     ),
-    "what_follows_a_part_is_no_rival": (
-        'if shown.before and self._reach(first, shown.marks) == "whole":',
-        "if shown.before:",
-    ),
-    "what_follows_a_final_output_alone_is_no_rival": (
-        'if shown.before and self._reach(first, shown.marks) == "whole":',
-        'if self._reach(first, shown.marks) == "whole":',
-    ),
-    "what_follows_is_a_rival": ("kin |= first.descendants()", "pass"),
     "a_boundary_hides_nothing": ("self._unknown[each.id] = any(each.faults_here())", "self._unknown[each.id] = False"),
     "a_boundary_hides_what_follows_it_only": ("self._unknown[before.id] if before else False", "False"),
     "what_stands_behind_a_boundary_is_whole": ('"part" if self._unknown[call.id] else "whole"', '"whole"'),
