@@ -126,7 +126,7 @@ class World:
         lost = about.pop("lose", False)
         if lost:
             turn.recorded = turn.whole_path_recorded = False
-            turn.kept = self.dice.choice(KEEPINGS)(items, text)
+            turn.kept = self.dice.choice(KEEPINGS if self._calls is None else KEEPINGS[-8:])(items, text)
             self.book.lost.add(call_id)
         if self.recorders is not None:
             self._through(self.recorders, turn, dict(zip(gen, log_probs, strict=True)), **about)
@@ -208,7 +208,7 @@ class World:
         Some show turns that nobody sampled. Where lost calls cannot be ruled out those need not train.
         """
         shown: Items = []
-        if self.dice.random() < (0.4 if self._terse else 0.15):
+        if self.dice.random() < (0.4 if self._terse or self._calls is not None else 0.15):
             text = "ok" if self._terse else "shown"
             shown = [user("for example"), *self.dice.choice(SHOWN if self._calls is not None else SHOWN[:1])(text)]
         return self.call(self.given(self.dice.randint(1, 3)), [*shown, user("task")], sound=not shown, **about)
@@ -349,7 +349,7 @@ MOODS: dict[str, tuple[int, Callable[[World, Turn], Turn]]] = {
     "again": (8, lambda world, turn: world.again(turn, same=False)),
     "twin": (3, lambda world, turn: world.again(turn, same=True)),
     "compact": (4, lambda world, turn: world.start()),
-    "lose_start": (2, lambda world, turn: world.start(lose=True)),
+    "lose_start": (6, lambda world, turn: world.go_on(world.start(lose=True))),
     "rewrite": (3, lambda world, turn: world.rewrite(turn)),
     "make_up": (3, lambda world, turn: world.make_up(turn)),
 }
