@@ -154,7 +154,7 @@ class Stage:
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
         for process in self.processes.values():
-            process.communicate(timeout=60)
+            process.communicate(timeout=180)
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ def test_the_owner_is_killed(stage: Stage) -> None:
     three_processes(stage)
     stage.kill("owner")
     stage.until(stage.gone, "sandboxes of a killed resources server live on")
-    assert stage.processes["run"].wait(60) != 0
+    assert stage.processes["run"].wait(180) != 0
     assert stage.failures() == {("session_lost", "agent", False)}, "said as what it is, and worth another attempt"
 
 
@@ -194,7 +194,7 @@ def test_the_borrower_is_killed(stage: Stage) -> None:
     three_processes(stage)
     stage.kill("borrower")
     stage.until(stage.gone, "sandboxes that a killed agent server worked in live on")
-    assert stage.processes["run"].wait(60) != 0
+    assert stage.processes["run"].wait(180) != 0
     assert stage.ledger("released") == stage.ledger("seeded")
     assert len(stage.ledger("seeded")) == EPISODES
 
@@ -245,7 +245,7 @@ def test_ctrl_c_ends_programs_and_releases_everything(stage: Stage) -> None:
     one_process(stage)
     stage.until_running()
     stage.processes["run"].send_signal(signal.SIGINT)
-    assert stage.processes["run"].wait(90) == 130
+    assert stage.processes["run"].wait(180) == 130
     assert stage.gone()
     assert stage.ledger("released") == stage.ledger("seeded")
     assert len(stage.ledger("seeded")) == EPISODES
@@ -255,7 +255,7 @@ def test_ctrl_c_ends_programs_and_releases_everything(stage: Stage) -> None:
 def test_a_deadline_ends_programs_and_their_daemons(stage: Stage) -> None:
     stage.box = PLAIN
     one_process(stage, agent_timeout_s=5)
-    assert stage.processes["run"].wait(90) == 1
+    assert stage.processes["run"].wait(180) == 1
     assert stage.gone()
     assert stage.ledger("released") == stage.ledger("seeded")
     assert stage.failures() == {("agent_timeout", "agent", False)}

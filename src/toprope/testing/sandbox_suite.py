@@ -112,9 +112,9 @@ async def files_outside_are_refused(provider: SandboxProvider) -> None:
 async def a_pipe_in_the_way_blocks_nobody(provider: SandboxProvider) -> None:
     async with _sandbox(provider) as sandbox:
         await sandbox.run(["sh", "-c", "mkfifo pipe"])
-        read = asyncio.wait_for(sandbox.read_file("pipe"), 30)
+        read = asyncio.wait_for(sandbox.read_file("pipe"), 120)
         _must(await _refused(read, OutsideWorkdir), "a pipe is no file to read")
-        await asyncio.wait_for(sandbox.write_file("pipe", b"file"), 30)
+        await asyncio.wait_for(sandbox.write_file("pipe", b"file"), 120)
         _must(await sandbox.read_file("pipe") == b"file", "a file is written in the place of a pipe")
 
 
@@ -162,7 +162,7 @@ async def a_cancelled_run_ends(provider: SandboxProvider) -> None:
         while await _refused(sandbox.read_file("began"), FileNotFoundError):
             _must(not run.done(), "the run goes on")
         run.cancel()
-        _must(await _refused(asyncio.wait_for(run, 30), asyncio.CancelledError), "a cancelled run ends")
+        _must(await _refused(asyncio.wait_for(run, 120), asyncio.CancelledError), "a cancelled run ends")
 
 
 async def a_borrower_works_and_lets_go(provider: SandboxProvider) -> None:
@@ -201,7 +201,7 @@ async def stopping_ends_everybody(provider: SandboxProvider) -> None:
     finally:
         await sandbox.stop()
     try:
-        done = await asyncio.wait_for(run, 30)
+        done = await asyncio.wait_for(run, 120)
         _must(done.killed_by == "stop" or done.exit not in (None, 0), f"a borrower's run ends with the sandbox: {done}")
     except TopropeError:
         pass  # said as a lost sandbox
