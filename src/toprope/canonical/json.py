@@ -125,8 +125,9 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _whole(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise NotJson(f"an integer has {len(text)} digits; {MAX_DIGITS} are read")
+    digits = len(text) - text.startswith("-")
+    if digits > MAX_DIGITS:
+        raise NotJson(f"an integer has {digits} digits; {MAX_DIGITS} are read")
     return int(text)
 
 

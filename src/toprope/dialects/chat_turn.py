@@ -16,7 +16,6 @@ from toprope.dialects.chat_parts import (
     THOUGHT_PARTS,
     is_foreign,
     parts_from_chat,
-    text_part,
     thought_of_part,
 )
 from toprope.dialects.pivot import without_token_fields
@@ -36,12 +35,13 @@ def items_from_assistant(message: Mapping[str, Any], where: str, *, id_seed: str
     """One assistant message, an upstream's answer, as items; at least one, maybe an empty message.
 
     Fields that we do not read stay on the message item. A turn without text has none: if one of those fields says
-    something, an empty message holds them, after the calls, so that whatever of the turn left already keeps its place.
-    `id_seed` makes ids for calls that have none.
+    something that the items do not, a message without parts holds them, after the calls, so that whatever of the turn
+    left already keeps its place. (Without any: the public Responses client parses every text where a form was asked
+    for, an empty one too.) `id_seed` makes ids for calls that have none.
     """
     items, rest = read_turn(message, where, id_seed)
     if any(map(says_something, rest.values())) and not any(item["type"] == "message" for item in items):
-        items.append({**rest, "type": "message", "role": "assistant", "content": [text_part("", "output_text")]})
+        items.append({**rest, "type": "message", "role": "assistant", "content": []})
     return items
 
 

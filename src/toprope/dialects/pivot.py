@@ -112,6 +112,9 @@ def has_media(request: ResponsesRequest) -> bool:
     return media_among(request.input)
 
 
+_RESULTS = ("function_call_output", "custom_tool_call_output")
+
+
 def media_among(items: Iterable[Item]) -> bool:
     """Whether any of these items holds an image, sound, film or file, or a part of a kind that we do not know.
 
@@ -120,8 +123,8 @@ def media_among(items: Iterable[Item]) -> bool:
     """
     for item in items:
         kind = item.get("type")
-        content = item.get("output") if kind == "function_call_output" else item.get("content")
-        if kind in ("message", "function_call_output"):
+        content = item.get("output") if kind in _RESULTS else item.get("content")
+        if kind == "message" or kind in _RESULTS:
             if isinstance(content, list) and any(map(_is_media, content)):
                 return True
             if not _MEDIA_FIELDS.isdisjoint(item) and any(item.get(name) for name in _MEDIA_FIELDS):

@@ -33,7 +33,11 @@ _NAMED = frozenset(
     )
 )  # fmt: skip
 _REFUSED = tuple((name, why) for name, why in fields_of("responses -> pivot", "refused") if name != "item_reference")
-_PARTS = {"reasoning": ("content", "summary"), "function_call_output": ("output",)}
+_PARTS = {
+    "reasoning": ("content", "summary"),
+    "function_call_output": ("output",),
+    "custom_tool_call_output": ("output",),
+}
 _NO_REFERENCE = dict(fields_of("responses -> pivot", "refused"))["item_reference"]
 
 

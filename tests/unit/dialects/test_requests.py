@@ -134,6 +134,14 @@ def test_a_responses_field_that_cannot_be_honoured_is_refused_by_name(body, name
 
 
 @pytest.mark.promise("MS-6")
+@pytest.mark.parametrize("kind", ["function_call_output", "custom_tool_call_output"])
+@pytest.mark.parametrize("output", [5, [None], [5], {"a": 1}], ids=repr)
+def test_an_output_of_a_tool_that_cannot_be_read_is_refused_by_its_field(kind, output):
+    with pytest.raises(BadRequest, match=r"^input\[0\]\.output") as refused:
+        request_from_responses({"input": [{"type": kind, "call_id": "c", "output": output}]})
+    assert refused.value.status == 400
+
+
 def test_several_choices_are_refused_and_not_cut_down_to_one():
     with pytest.raises(BadRequest, match="n: 2 is not supported"):
         request_from_chat({"messages": [{"role": "user", "content": "x"}], "n": 2})
@@ -191,7 +199,8 @@ def test_media_in_a_result_in_an_untyped_part_and_beside_the_words_counts_too():
     result = {"type": "tool_result", "tool_use_id": "c", "content": [block]}
     quoted = {"type": "search_result", "title": "t", "content": [{"type": "text", "text": "a"}, block]}
     assert has_media(read("chat", {"role": "tool", "tool_call_id": "c", "content": [part]}))
-    assert has_media(read("responses", {"type": "function_call_output", "call_id": "c", "output": [part]}))
+    for kind in ("function_call_output", "custom_tool_call_output"):
+        assert has_media(read("responses", {"type": kind, "call_id": "c", "output": [part]}))
     assert has_media(read("messages", {"role": "user", "content": [result]}))
     assert has_media(read("messages", {"role": "user", "content": [quoted]}))
     for odd in (

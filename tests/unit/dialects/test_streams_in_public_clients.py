@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import anthropic
 import httpx2
 import openai
+import pydantic
 import pytest
 from tests.campaigns import campaign
 from tests.unit.dialects.odd_turns import TURNS
@@ -118,6 +119,23 @@ def _unparsed(response: dict) -> dict:
         for part in item.get("content") or ():
             part.pop("parsed", None)
     return response
+
+
+class Form(pydantic.BaseModel):
+    n: int
+
+
+@pytest.mark.promise("MS-2")
+@pytest.mark.parametrize("message", [message for message, _ in TURNS.values() if message.get("tool_calls")])
+def test_a_turn_of_calls_is_no_answer_in_the_form_that_was_asked_for(served, openai_client, message):
+    """The library parses every text of the reply as that form; a turn of calls without text must have none."""
+    if message.get("content"):
+        message = {**message, "content": '{"n": 1}'}
+    items = with_item_ids(output_from_chat({"role": "assistant", **message}, "r1"), "r1")
+    reply = PivotReply(items, "tool_calls", "m", Usage(1, 1), "r1", 1)
+    served.plain(responses_reply(reply, REQUEST))
+    parsed = openai_client.responses.parse(model="m", input="x", text_format=Form)
+    assert parsed.output_parsed == (Form(n=1) if message.get("content") else None)
 
 
 @SEEDS
