@@ -236,11 +236,15 @@ class ChatStreamReader:
             self._message["role"] = delta["role"]
         for name, value in delta.items():
             if value is not None and (name not in _READ or (name in _TEXTS and not isinstance(value, str))):
-                if name in ("function_call", "thinking_blocks"):
+                if name == "function_call" or (name == "thinking_blocks" and not self._has_said("reasoning")):
                     self._unordered = True
                     self._mute = self._mute or not self._line
                 self._message[name] = joined(self._message[name], value) if name in self._message else value
         return self._news()
+
+    def _has_said(self, kind: str) -> bool:
+        """Whether something of this kind came; thoughts that stand in blocks too are said by then."""
+        return any(each.kind == kind for each in self._line)
 
     def _take_thought(self, delta: Mapping[str, Any]) -> None:
         """The thought: what a chunk says under both of its names is said once, all else in the order in which it came.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from tests.unit.dialects.odd_turns import DETAILS, SIGNED, TURNS, add, custom, thinking
+from tests.unit.dialects.odd_turns import DETAILS, SIGNED, TURNS, add, custom, of_call, thinking
 
 from toprope.dialects.chat_history import items_from_messages, messages_from_items
 from toprope.dialects.chat_reply import chat_message, chat_reply, finish_from_chat, output_from_chat
@@ -290,3 +290,25 @@ def test_two_thoughts_of_one_message_are_read_in_its_own_order():
         ({"reasoning_content": "so", "content": [thinking("hm"), TEXT], "reasoning": "so"}, "sohm"),
     ):
         assert chat_message(output_from_chat(message, "r"))["reasoning_content"] == thought
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+def test_thoughts_between_texts_and_calls_with_their_blocks_beside_them_stay_where_they_were_said(dialect):
+    def block(text, signature=""):
+        return [{"type": "thinking", "thinking": text, "signature": signature}]
+
+    deltas = [
+        {"reasoning_content": "a", "thinking_blocks": block("a")},
+        {"reasoning_content": "", "thinking_blocks": block("", "one")},
+        {"content": "x"},
+        {"reasoning_content": "b", "thinking_blocks": block("b")},
+        {"thinking_blocks": block("", "two")},
+        of_call(add()),
+    ]
+    events, end = streamed(dialect, deltas)  # raises where what was sent contradicts the end
+    assert events
+    expected = ["reasoning", "message", "function_call"] if dialect == "chat" else _AS_SAID
+    assert [item["type"] for item in end.output] == expected
+
+
+_AS_SAID = ["reasoning", "message", "reasoning", "function_call"]
