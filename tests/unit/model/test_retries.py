@@ -21,10 +21,10 @@ from toprope.capture.sqlite_store import SqliteStore
 from toprope.errors.tree import LimitReached
 from toprope.http.app import Limits
 from toprope.servers.model.call import ModelCall
-from toprope.servers.model.claims import Claims
+from toprope.servers.model.claims import DOUBT_S, STAGGER_S, Claims
 from toprope.servers.model.engines.base import EngineReply, SampledTokens, Usage
 from toprope.servers.model.replies import recorded_reply, render_reply, reply_details
-from toprope.servers.model.retries import Replay, Seen, Wait, decide, extended, request_tag
+from toprope.servers.model.retries import Doubt, Replay, Seen, Wait, decide, extended, request_tag
 from toprope.servers.model.server import ModelServer
 from toprope.testing.scripted import ScriptedReply
 from toprope.tokens.entry import TokenEntry
@@ -158,13 +158,53 @@ def test_an_open_call_of_another_worker_may_have_claimed_what_was_left_before_it
     mine = Seen({"a"}, writer_epoch="here")
     for first, found in ((gone("a"), Wait("a", drained=True)), (call("a", recorded=True), Replay("a"))):
         calls = [first, between, call("me"), call("later", at="there")]
-        waits = Wait("a", drained=isinstance(found, Wait), contested=True)
-        assert decide(calls, "me", mine) == (waits if contested else found)
+        doubts = Doubt("a", (("r", "a", 0),)) if found == Replay("a") else Wait("a", drained=True, contested=True)
+        assert decide(calls, "me", mine) == (doubts if contested else found)
         assert decide(calls, "me", Seen({"a"})) == found
         assert decide([calls[1], first, *calls[2:]], "me", mine) == found, "it was there before"
     assert (
         decide([call("a", recorded=True), call("r", abort="replay_of:a", at="there"), call("me")], "me", mine) is None
     )
+
+
+def test_a_call_that_did_not_say_in_time_that_it_claims_a_recorded_one_is_a_sample_of_its_own():
+    first, old = call("a", recorded=True), call("old", at="there")
+    mine = Seen({"a"}, writer_epoch="here", own_way={("old", "a")})
+    assert decide([first, old, call("me")], "me", mine) == Replay("a")
+    new = [first, old, call("me"), call("r", at="there"), call("me2")]
+    assert decide(new, "me2", mine) == Doubt("a", (("r", "a", 2),)), "a later one is doubted for itself"
+    assert decide([gone("a"), old, call("me")], "me", Seen(writer_epoch="here", own_way={("old", "z")})).contested
+    both = [first, call("b", recorded=True), old, call("me")]
+    doubt = decide(both, "me", Seen({"a", "b"}, writer_epoch="here"))
+    assert doubt == Doubt("b", (("old", "b", 0), ("old", "a", 0)))
+
+
+def asked(name):
+    return ModelCall(name, "chat", ResponsesRequest(input=()), {}, "b" * 64, rollout_id="k")
+
+
+def test_a_doubt_lasts_about_a_second_and_no_equal_repeat_begins_it_anew():
+    claims, once = Claims(), Doubt("a", (("old", "a", 0), ("old", "z", 0)))
+    assert claims.doubt(asked("me"), once, 10.0) == DOUBT_S <= 1.0
+    claims.give_up(asked("me"))
+    claims.release(asked("me"))
+    assert claims.doubt(asked("again"), once, 10.75) == DOUBT_S - 0.75
+    assert not claims.seen(asked("again"), now=10.75).own_way
+    claims.release(asked("again"))  # it has claimed nothing so far; what it doubts is kept
+    assert claims.seen(asked("again"), now=10.0 + DOUBT_S).own_way == {("old", "a"), ("old", "z")}
+    assert claims.doubt(asked("again"), once, 10.0 + DOUBT_S) == 0.0
+    more = Doubt("a", (("new", "a", 2),))
+    assert claims.doubt(asked("third"), more, 20.0) == pytest.approx(DOUBT_S + 2 * STAGGER_S)
+    assert claims.seen(asked("third"), now=20.5).own_way == {("old", "a"), ("old", "z")}
+
+
+def test_of_two_in_doubt_at_two_workers_the_earlier_one_speaks_first():
+    calls = [call("a", recorded=True), call("old", at="there"), call("r", at="here"), call("s", at="there")]
+    first = decide(calls, "r", Seen({"a"}, writer_epoch="here"))
+    second = decide(calls, "s", Seen({"a"}, writer_epoch="there"))
+    assert Claims().doubt(asked("r"), first, 5.0) < Claims().doubt(asked("s"), second, 5.0)
+    told = [*calls[:2], call("r", abort="replay_of:a", at="here"), calls[3]]
+    assert decide(told, "s", Seen({"a"}, writer_epoch="there")) is None
 
 
 def test_four_equal_samples_that_retry_in_any_order_claim_four_different_calls():
@@ -631,9 +671,34 @@ async def test_a_repeat_waits_to_see_what_an_earlier_one_at_another_worker_claim
     assert len(steps.gates) == 2
 
 
-async def test_nobody_waits_beyond_the_drain_bound_to_see_what_another_worker_claimed(tmp_path, steps):
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_recorded_answer_does_not_wait_for_a_sample_that_is_open_at_another_worker(tmp_path, steps, stream):
+    async with workers(tmp_path, steps, 2) as (one, two, store):
+        lefts = [await one.ask("chat", stream=stream) for _ in range(2)]
+        for _ in lefts:
+            await steps.next(go=False)
+        other = await one.ask("chat", stream=stream)
+        await steps.next(go=False)
+        for each in lefts:
+            each.leave()
+        await _journal(store, 3, lambda calls: sum(each.abort == "client_gone" for each in calls) == 2)
+        for gate in steps.gates[:2]:
+            gate.set()
+        await _journal(store, 3, lambda calls: sum(each.recorded for each in calls) == 2)
+        hasty = await two.ask("chat", stream=stream)
+        await _journal(store, 4)
+        hasty.leave()  # what it had begun to doubt is not doubted anew
+        await _journal(store, 4, lambda calls: calls[3].abort is not None)
+        again = [await two.ask("chat", stream=stream) for _ in range(2)]
+        assert sorted([said(await _answer(each)) for each in again]) == [0, 1]  # the other one is open all the while
+        steps.gates[2].set()
+        assert said(await _answer(other)) == 2
+    assert len(steps.gates) == 3
+
+
+async def test_nobody_waits_long_to_see_whether_another_worker_claims_a_recorded_call(tmp_path, steps):
     one, two = SqliteStore(tmp_path / "c.db"), SqliteStore(tmp_path / "c.db")
-    lost, limits = Recorder(one, reader=one), Limits(drain_s=0.01)
+    lost, limits = Recorder(one, reader=one), Limits(drain_s=600)
     async with on_the_wire(engine=Typist(script=steps), recorder=Recorder(two, reader=two), limits=limits) as wire:
         path, body = ASK["chat"]
         tag = request_tag(digest_bytes(json.dumps(body).encode()), "chat")

@@ -1,7 +1,8 @@
 """What one server knows of equal requests before the journal tells it: who left, and which repeat claims which call.
 
-A claim stands from the step in which it was decided, so that of repeats at once each gets a call of its own. Left to
-others: deciding (`retries`), reading the journal (`repeats`).
+A claim stands from the step in which it was decided, so that of repeats at once each gets a call of its own. An open
+call of another worker is doubted once, by all repeats here together. Left to others: deciding (`retries`), reading the
+journal (`repeats`).
 """
 
 from __future__ import annotations
@@ -11,10 +12,19 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from toprope.servers.model.call import ModelCall
-from toprope.servers.model.retries import Seen
+from toprope.servers.model.retries import Doubt, Seen
 
 _MAX_REQUESTS = 4096
 """Requests that are remembered; what is forgotten is sampled anew."""
+
+DOUBT_S = 1.0
+"""How long a call at another worker may take to say that it claims a call on record, before it is its own sample.
+
+It says so when it looks again: at once where that call ran, within the longest pause of `repeats` (0.5 s) elsewhere. As
+much again is for a busy machine.
+"""
+STAGGER_S = 0.05
+"""More for each open call before it, of which it may be in doubt itself: of two in doubt the earlier speaks first."""
 
 
 @dataclass(slots=True)
@@ -22,6 +32,7 @@ class _Known:
     left: set[str] = field(default_factory=set)
     claims: dict[str, str] = field(default_factory=dict)
     gave_up: set[str] = field(default_factory=set)
+    doubts: dict[tuple[str, str], float] = field(default_factory=dict)  # of (a call, a recorded one): when it is over
 
 
 class Claims:
@@ -47,21 +58,35 @@ class Claims:
         known = self._known.get((call.rollout_id, call.tag))
         if known is not None:
             known.claims.pop(call.call_id, None)
-            if not (known.left or known.claims or known.gave_up):
+            if not (known.left or known.claims or known.gave_up or known.doubts):
                 del self._known[call.rollout_id, call.tag]
 
     def give_up(self, call: ModelCall) -> None:
         """The client of `call`, a repeat, left before it had an answer: what it claimed is still to be had."""
         self._of(call).gave_up.add(call.call_id)
 
+    def doubt(self, call: ModelCall, doubt: Doubt, now: float) -> float:
+        """Seconds from `now` (of a monotonic clock) until nobody is left in doubt to claim `doubt.call_id`.
+
+        `seen` tells it then. What any repeat here has doubted before is not doubted anew.
+        """
+        doubts = self._of(call).doubts
+        for each, target, before in doubt.of:
+            doubts.setdefault((each, target), now + DOUBT_S + before * STAGGER_S)
+        ends = [doubts[each, target] for each, target, _ in doubt.of if target == doubt.call_id]
+        return max(0.0, max(ends, default=now) - now)
+
     def know(self, call: ModelCall) -> bool:
         """Whether anything is known of requests equal to `call`."""
         return (call.rollout_id, call.tag) in self._known
 
-    def seen(self, call: ModelCall, *, left: Collection[str] = (), writer_epoch: str | None = None) -> Seen:
-        """What is known of requests equal to `call`, with the calls in `left`, which the record knows of."""
+    def seen(
+        self, call: ModelCall, *, left: Collection[str] = (), writer_epoch: str | None = None, now: float = 0.0
+    ) -> Seen:
+        """What is known `now` of requests equal to `call`, with the calls in `left`, which the record knows of."""
         known = self._known.get((call.rollout_id, call.tag)) or _Known()
-        return Seen(known.left.union(left), known.claims, known.gave_up, writer_epoch)
+        own_way = {pair for pair, end in known.doubts.items() if end <= now}
+        return Seen(known.left.union(left), known.claims, known.gave_up, writer_epoch, own_way)
 
     def _of(self, call: ModelCall) -> _Known:
         key = (call.rollout_id, call.tag)

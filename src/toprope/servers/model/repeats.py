@@ -19,6 +19,7 @@ from toprope.servers.model.call import ModelCall
 from toprope.servers.model.claims import Claims
 from toprope.servers.model.retries import (
     NOT_SENT,
+    Doubt,
     Replay,
     Verdict,
     Wait,
@@ -87,7 +88,7 @@ class Repeats:
             return None
         assert self._recorder is not None
         assert call.rollout_id is not None
-        waits: list[Wait] = []
+        waits: list[Wait | Doubt] = []
         entry: TokenEntry | None = None
         answered = False
         try:
@@ -109,24 +110,24 @@ class Repeats:
                 self._claims.release(call)
         return entry
 
-    async def _record_of(self, call: ModelCall, waits: list[Wait]) -> TokenEntry | None:
+    async def _record_of(self, call: ModelCall, waits: list[Wait | Doubt]) -> TokenEntry | None:
         """The record that answers `call`, once it is there; None: a new call. `waits` holds what it waits for."""
-        pause, since, doubt = _LOOK_S[0], time.monotonic(), None
+        pause, since = _LOOK_S[0], time.monotonic()
         while True:
-            verdict, entry = await self._look(call, doubting=doubt is None or not self._over(doubt))
-            if not isinstance(verdict, Wait):
+            verdict, entry = await self._look(call)
+            if verdict is None or isinstance(verdict, Replay):
                 return entry
             waits[:] = [verdict]
-            if verdict.contested and doubt is None:
-                doubt = time.monotonic()
-            if not await self._still_runs(verdict, pause, since):
+            if isinstance(verdict, Doubt):
+                await asyncio.sleep(min(pause, self._claims.doubt(call, verdict, time.monotonic())))
+            elif not await self._still_runs(verdict, pause, since):
                 return None
             pause = min(2 * pause, _LOOK_S[1])
 
-    async def _look(self, call: ModelCall, *, doubting: bool) -> tuple[Verdict, TokenEntry | None]:
+    async def _look(self, call: ModelCall) -> tuple[Verdict, TokenEntry | None]:
         """What journal and record say now; the entry to replay, None where the verdict is no replay or must not be.
 
-        What the verdict claims is claimed on return. `doubting`: an open call of another worker may be a repeat.
+        What the verdict claims is claimed on return.
         """
         assert self._recorder is not None
         assert call.rollout_id is not None
@@ -144,9 +145,10 @@ class Repeats:
             return None, None
         # From here to the end nothing is awaited: of repeats at once one decides after the other.
         gone = [each.model_call_id for each in entries.values() if each.client_gone]
-        seen = self._claims.seen(call, left=gone, writer_epoch=self._recorder.writer_epoch if doubting else None)
+        own = self._recorder.writer_epoch
+        seen = self._claims.seen(call, left=gone, writer_epoch=own, now=time.monotonic())
         verdict = decide(calls, call.call_id, seen)
-        if verdict is None or (isinstance(verdict, Wait) and verdict.contested):
+        if verdict is None or isinstance(verdict, Doubt) or (isinstance(verdict, Wait) and verdict.contested):
             self._claims.release(call)
         else:
             self._claims.claim(call, verdict.call_id)
@@ -161,14 +163,10 @@ class Repeats:
         if ours is not None:
             await ours.wait()
             return True
-        if wait.drained and self._over(since):
+        if wait.drained and time.monotonic() - since > self._drain_s + 1.0:
             return False  # a live worker that lost the call without saying so
         await asyncio.sleep(pause)
         return True
-
-    def _over(self, since: float) -> bool:
-        """Whether a call whose client left had its time, if it had left at `since`."""
-        return time.monotonic() - since > self._drain_s + 1.0
 
 
 def _require_own_key(call: ModelCall, calls: Iterable[JournalledCall]) -> None:

@@ -13,8 +13,10 @@ A claim leads to a call that is recorded (answer from it), may still be recorded
 An attempt that was itself answered from the record, or was still waiting to be, leads on to what it stood for. A repeat
 that ended with nothing (its client left while it waited, its server died) claims nothing any more.
 
-The journal does not say what an unmarked repeat claims before it is answered. Its own process does (`Seen`); another
-one waits for what becomes of it. Left to others: reading journal and record, waiting (`repeats`).
+The journal does not say what an unmarked repeat claims before it is answered. Its own process does (`Seen`). Another
+one doubts each open call that may be such a repeat, for as long as what is claimed still runs, and a moment more: a
+repeat says what it claims as soon as that is recorded, a sample of its own says nothing, however long it goes on.
+Left to others: reading journal and record, waiting (`repeats`), how long a moment is (`claims`).
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Replay:
 class Wait:
     """`call_id` may still be recorded. `drained`: its client left, and its generation has a bound.
 
-    `contested`: an earlier repeat at another worker may have claimed it, and will say so when it ends.
+    `contested`: an earlier repeat at another worker may have claimed it, and will say so once it is recorded.
     """
 
     call_id: str
@@ -54,7 +56,19 @@ class Wait:
     contested: bool = False
 
 
-Verdict: TypeAlias = Replay | Wait | None
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """`call_id` is recorded, and open calls at other workers may be repeats that claim it: they would say so at once.
+
+    `of`: each of them, a recorded call that it may claim (`call_id`, and any other that was left), and the number of
+    open calls before it, which it may be in doubt of itself.
+    """
+
+    call_id: str
+    of: tuple[tuple[str, str, int], ...]
+
+
+Verdict: TypeAlias = Replay | Wait | Doubt | None
 """None: a new call."""
 
 
@@ -64,13 +78,15 @@ class Seen:
 
     `left`: calls whose connection closed before their reply was sent whole. `claims`: for each repeat here the call
     that it waits for or was answered from. `gave_up`: repeats here whose client left before they had an answer.
-    `writer_epoch` is its own; None: open calls of other workers claim nothing.
+    `writer_epoch` is its own; None: open calls of other workers claim nothing. `own_way`: calls of other workers, each
+    with a recorded one that it does not claim, or it would have said so.
     """
 
     left: Collection[str] = ()
     claims: Mapping[str, str] = field(default_factory=dict)
     gave_up: Collection[str] = ()
     writer_epoch: str | None = None
+    own_way: Collection[tuple[str, str]] = ()
 
 
 def request_tag(body_digest: str, dialect: str, idempotency_key: str | None = None) -> str:
@@ -169,9 +185,13 @@ class _Equal:
         for call in sorted(gone, key=lambda call: call.call_id != held):
             verdict = self.lead(call)
             if verdict is not None and not taken & {call.call_id, verdict.call_id}:
-                if not self._contested(call):
+                if not self._doubted(call, verdict):
                     return verdict
-                return Wait(verdict.call_id, isinstance(verdict, Wait) and verdict.drained, contested=True)
+                if isinstance(verdict, Wait):
+                    return Wait(verdict.call_id, verdict.drained, contested=True)
+                # All at once: a repeat that does not get this one need not begin to doubt for the next.
+                leads = [(each, lead) for each in gone if isinstance(lead := self.lead(each), Replay)]
+                return Doubt(verdict.call_id, tuple(of for pair in leads for of in self._doubted(*pair)))
         return None
 
     def _taken(self) -> set[str]:
@@ -191,16 +211,20 @@ class _Equal:
         ended = call.abort in (NOT_SENT, WRITER_DIED) or _after(_WAITED, call) is not None
         return ended or call.call_id in self._seen.gave_up or (call.open and not call.live)
 
-    def _contested(self, gone: JournalledCall) -> bool:
-        """Whether an earlier call at another worker, which is a sample of its own or a repeat, may have claimed it."""
-        own = self._seen.writer_epoch
+    def _doubted(self, gone: JournalledCall, lead: Replay | Wait) -> list[tuple[str, str, int]]:
+        """As in `Doubt.of`: the open calls, repeats or samples of their own, that may have claimed `gone`."""
+        own, seen = self._seen.writer_epoch, self._seen
+        if own is None:
+            return []
         since = self.earlier[self.earlier.index(gone) + 1 :]
-        return own is not None and any(
-            call.open and call.live and call.intent.writer_epoch != own and call.call_id not in self.claims
-            for call in since
-        )
+        may = [call for call in since if call.open and call.live and call.call_id not in self.claims]
+        return [
+            (call.call_id, lead.call_id, before)
+            for before, call in enumerate(may)
+            if call.intent.writer_epoch != own and (call.call_id, lead.call_id) not in seen.own_way
+        ]
 
-    def lead(self, call: JournalledCall) -> Verdict:
+    def lead(self, call: JournalledCall) -> Replay | Wait | None:
         """The verdict of whoever claims `call`."""
         for _ in range(len(self.by_id)):  # every step leads to an earlier call; damage must not go in circles
             if call.recorded:
