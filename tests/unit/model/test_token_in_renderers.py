@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+from tests.unit.model.required import PATH, required_on_vllm
 
-from toprope.capture.memory_store import MemoryStore
-from toprope.capture.recorder import Recorder
 from toprope.errors.tree import ConfigError
 from toprope.http.client import Client
 from toprope.servers.model.engines.base import CannotContinue, EngineRequest, NextTurn
@@ -17,7 +15,6 @@ from toprope.servers.model.engines.embedded.engine import EmbeddedEngine
 from toprope.servers.model.engines.prompt_settings import sent_settings
 from toprope.servers.model.engines.vllm import VllmEngine
 from toprope.servers.model.engines.vllm_turns import TurnTails
-from toprope.servers.model.server import ModelServer
 from toprope.servers.model.token_in.library import LibraryRenderer
 from toprope.testing.upstream import UpstreamReply, serving
 from toprope.testing.vllm_stand_in import EOS, VllmStandIn
@@ -182,7 +179,8 @@ HARMLESS = {
 SAMPLING = {"temperature": 0.5, "top_p": 0.9, "top_k": 4, "seed": 1, "max_output_tokens": 9, "stop": ("x",)}
 LOST = {
     "truncate_prompt_tokens": 9, "mm_processor_kwargs": {"a": 1}, "media_io_kwargs": {"a": 1}, "thinking": True,
-    "add_special_tokens": True, "kv_transfer_params": {"a": 1}, "something_new": 0, "function_call": "auto",
+    "add_special_tokens": True, "kv_transfer_params": {"prompt_token_ids": [1]}, "something_new": 0,
+    "function_call": "auto",
 }  # fmt: skip
 
 
@@ -263,24 +261,6 @@ async def test_a_template_that_writes_turns_anew_each_time_is_refused():
 async def test_a_result_after_a_call_is_what_follows_a_call():
     told = await Tails(Template()).after(turn([ASKED, CALL, RESULT], 2, [65, END]))
     assert told == [10, START, *b"tool\n3", END, 10, START, *b"assistant\n"]
-
-
-PATH = "/ng-rollout/r/training-token-capture/v1/chat/completions"
-
-
-@asynccontextmanager
-async def required_on_vllm(says, stand_in=VllmStandIn):
-    """A peer of a server that insists on token-in, before a stand-in of vLLM that closes its turns, and its store."""
-    upstream = stand_in(says=says)
-    upstream.closes_turns = True
-    store = MemoryStore()
-    async with serving(upstream) as url, Client() as outside:
-        engine = VllmEngine(client=outside, base_url=f"{url}/v1")
-        server = ModelServer(name="policy", engine=engine, recorder=Recorder(store, reader=store), token_in="required")
-        await server.app.start()
-        async with Client(inline={"policy": server.app}) as client:
-            yield client.peer("inline://policy", None), store
-        await server.app.stop()
 
 
 @pytest.mark.promise("MS-12")

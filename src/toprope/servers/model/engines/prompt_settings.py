@@ -3,9 +3,11 @@
     never shapes a prompt     sampling, transport, accounts and caches: a list of names, since only these are known
     carried                   the template's own settings, handed on to whoever renders what is new
     steering                  tool_choice and the reply's format: no template of vLLM 0.32 reads them but Kimi K3's
+    unread                    a router's `reasoning`: vLLM 0.32 minds it not, and a call shows whether another does
     anything else             may shape a prompt: it is not carried, and must not change between two turns
 
-The list is vLLM 0.32's (`ChatCompletionRequest`, `build_chat_params`) and what OpenAI's two APIs have beside. Left to
+The list is vLLM 0.32's (`ChatCompletionRequest`, `build_chat_params`), what its earlier versions had, and what OpenAI's
+two APIs and routers have beside. It is about prompts of text: images and sound are no matter of ids alone. Left to
 others: comparing two requests (`token_in.said`), rendering (`vllm_turns`, `token_in.library`).
 """
 
@@ -22,6 +24,7 @@ NOT_CARRIED = "settings_not_carried"
 """The reason of a turn whose settings may shape its prompt and cannot be handed on."""
 CARRIED = ("chat_template", "chat_template_kwargs", "documents", "reasoning_effort")
 STEERING = ("tool_choice", "response_format")
+UNREAD = ("reasoning",)
 
 _NEVER_SHAPES = frozenset(
     (
@@ -33,24 +36,29 @@ _NEVER_SHAPES = frozenset(
         "min_p", "seed", "stop", "stop_token_ids", "frequency_penalty", "presence_penalty", "repetition_penalty",
         "length_penalty", "logit_bias", "allowed_token_ids", "bad_words", "ignore_eos", "use_beam_search",
         "thinking_token_budget", "repetition_detection", "watermarking", "vllm_xargs", "structured_outputs",
-        "guided_json", "guided_regex", "guided_choice", "guided_grammar", "parallel_tool_calls", "max_tool_calls",
-        "verbosity", "text",
+        "parallel_tool_calls", "max_tool_calls", "verbosity", "text", "best_of", "prediction",
         # what of the reply is returned
         "logprobs", "top_logprobs", "prompt_logprobs", "logprob_token_ids", "include_stop_str_in_output",
         "skip_special_tokens", "spaces_between_special_tokens", "include_reasoning", "echo", "return_token_ids",
         "return_tokens_as_token_ids", "return_token_offsets", "return_prompt_text", "routed_experts_prompt_start",
-        "stream_interval", "include",
+        "stream_interval", "include", "audio", "usage",
+        # what a provider does of its own beside a generation, and vLLM does not
+        "web_search_options", "context_management", "moderation", "access_programs", "image",
         # accounts, caches, queues
         "user", "metadata", "client_metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-        "prompt_cache_retention", "cache_salt", "priority", "request_id", "session_id", "truncation",
+        "prompt_cache_retention", "prompt_cache_options", "cache_salt", "priority", "request_id", "session_id",
+        "truncation", "provider", "background_options",
     )
 )  # fmt: skip
 _WITHOUT_EFFECT: Mapping[str, Any] = {
     "add_generation_prompt": True,
     "continue_final_message": False,
     "add_special_tokens": False,
+    "modalities": ["text"],
 }
-"""Settings that shape a prompt unless they have this value, which is vLLM's default."""
+"""Settings that shape a prompt unless they have this value, which is the default of vLLM, or of OpenAI."""
+_GRAMMARS = "guided_"
+"""What settings of grammars begin with in vLLM before `structured_outputs`."""
 
 
 def shaping(fields: Mapping[str, Any], apart: Iterable[str] = ()) -> dict[str, Any]:
@@ -58,11 +66,17 @@ def shaping(fields: Mapping[str, Any], apart: Iterable[str] = ()) -> dict[str, A
     return {
         name: value
         for name, value in fields.items()
-        if value is not None
-        and name not in _NEVER_SHAPES
-        and name not in apart
-        and not (name in _WITHOUT_EFFECT and value is _WITHOUT_EFFECT[name])
+        if value is not None and name not in apart and not _is_harmless(name, value)
     }
+
+
+def _is_harmless(name: str, value: Any) -> bool:
+    if name == "kv_transfer_params":  # where to find what was computed already, unless it is the prompt itself
+        return isinstance(value, Mapping) and "prompt_token_ids" not in value
+    if name in _WITHOUT_EFFECT:
+        default = _WITHOUT_EFFECT[name]
+        return type(value) is type(default) and bool(value == default)
+    return name in _NEVER_SHAPES or name.startswith(_GRAMMARS)
 
 
 def sent_settings(turn: NextTurn) -> dict[str, Any]:
@@ -74,8 +88,16 @@ def sent_settings(turn: NextTurn) -> dict[str, Any]:
             sent.pop("tool_choice", None)
     else:
         sent, _ = request_to_chat(replace(turn.request, input=(), instructions=None))
+        place_effort(sent, turn.dialect)
     sent.pop("messages", None)
     return sent
+
+
+def place_effort(body: dict[str, Any], dialect: str) -> None:
+    """Write the effort of a router's `reasoning` where stock vLLM reads it; a Chat client's own body says it itself."""
+    told = body.get("reasoning")
+    if dialect != "chat" and isinstance(told, dict) and "effort" in told:
+        body["reasoning_effort"] = told["effort"]
 
 
 def check_carried(settings: Mapping[str, Any], carried: Iterable[str], who: str) -> None:

@@ -26,7 +26,7 @@ from toprope.http.peer import MAX_REPLY_BYTES
 from toprope.servers.model.engines.base import Capabilities, EngineRequest, LogprobsMode, NextTurn
 from toprope.servers.model.engines.chat_endpoint import ChatEndpoint
 from toprope.servers.model.engines.openai import BaseUrls, OpenAIEngine, pin_tokens
-from toprope.servers.model.engines.prompt_settings import sent_settings
+from toprope.servers.model.engines.prompt_settings import place_effort, sent_settings
 from toprope.servers.model.engines.vllm_turns import TurnTails
 from toprope.tokens.entry import BadRecord, as_log_probs
 from toprope.wire.chat import ChatReply
@@ -47,8 +47,9 @@ class VllmEngine(OpenAIEngine):
 
     `model` is the served name, learnt at the start if there is one only. `token_prompts: false` never gives prompts as
     ids. `logprobs_mode` is what the server was started with (`--logprobs-mode`: "raw" for raw_logprobs, "processed").
-    `probe_timeout_s` bounds each call of the start's probe, which may have to warm the engine up. Bounds as for
-    `openai`. `max_model_len` is known once started, where vLLM says it.
+    `probe_timeout_s` bounds each call of the start's probe, which may have to warm the engine up. What `next_turn` asks
+    later may have to wait as long as any call of a busy engine, and is bounded as one. Bounds as for `openai`.
+    `max_model_len` is known once started, where vLLM says it.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class VllmEngine(OpenAIEngine):
         )
         self.max_model_len: int | None = None
         self._probe_timeout_s = probe_timeout_s
+        self._idle_timeout_s = idle_timeout_s
         self._tails = TurnTails(self._tokenize, self._rendered, reasoning_field)
 
     async def start(self) -> None:
@@ -117,10 +119,15 @@ class VllmEngine(OpenAIEngine):
             log.warning("%s: prompts cannot be given as ids here; token-in is off", self.base_url)
         self.capabilities = replace(self.capabilities, accepts_token_prompt=accepts)
 
+    async def close(self) -> None:
+        """On return nothing is asked of the server any more; connections belong to the client that was given."""
+        await self._tails.close()
+        await super().close()
+
     async def next_turn(self, turn: NextTurn) -> list[int]:
         """What follows a recorded turn, for token-in, told by the server's own tokeniser and template.
 
-        Raises `CannotContinue` where that is not certain, `EngineError` where `/tokenize` does not answer.
+        Raises `CannotContinue` where that is not certain, `EngineError` where the server does not answer.
         """
         settings = sent_settings(turn)
         settings["model"] = self.model or settings.get("model") or self._only_model
@@ -132,7 +139,9 @@ class VllmEngine(OpenAIEngine):
     async def _rendered(self, body: dict[str, Any]) -> list[int]:
         asked = {**body, "max_tokens": 1, "temperature": 0}
         pin_tokens(asked)
-        reply = await self._replicas.run(None, lambda endpoint: self._tried(endpoint, asked))
+        # The only byte of a whole reply is its first: what bounds a stream without a byte bounds the wait for it.
+        wait = self._idle_timeout_s
+        reply = await self._replicas.run(None, lambda endpoint: self._tried(endpoint, asked, wait))
         return [] if reply.prompt_ids is None else reply.prompt_ids.tolist()
 
     def _pins(self, request: EngineRequest) -> bool:
@@ -140,9 +149,7 @@ class VllmEngine(OpenAIEngine):
 
     def _body(self, request: EngineRequest) -> tuple[dict[str, Any], tuple[str, ...]]:
         body, losses = super()._body(request)
-        told = body.get("reasoning")
-        if request.dialect != "chat" and isinstance(told, dict) and "effort" in told:
-            body["reasoning_effort"] = told["effort"]  # stock vLLM reads it there alone, and minds no other field
+        place_effort(body, request.dialect)
         if request.prompt_token_ids is not None and self.capabilities.accepts_token_prompt:
             given = body.get(_TOKEN_PROMPT)
             kept = given if isinstance(given, dict) else {}
@@ -169,30 +176,31 @@ class VllmEngine(OpenAIEngine):
             "temperature": 0,
         }
         pin_tokens(body)
-        plain = await self._tried(endpoint, body)
+        plain = await self._tried(endpoint, body, self._probe_timeout_s)
         prompt, ids = _exact(plain, f"the vLLM at {url} answered a plain call")
         given = [*prompt, *ids]
         streamed = {**body, "stream": True, "stream_options": {"include_usage": True}}
         reply = None
         if token_prompts:
             try:
-                reply = await self._tried(endpoint, {**streamed, _TOKEN_PROMPT: {"prompt_token_ids": given}})
+                asked = {**streamed, _TOKEN_PROMPT: {"prompt_token_ids": given}}
+                reply = await self._tried(endpoint, asked, self._probe_timeout_s)
             except ModelRejected as error:  # a version that refuses the field: it serves well without
                 log.warning("%s", error)
         if reply is None:
-            reply = await self._tried(endpoint, streamed)
+            reply = await self._tried(endpoint, streamed, self._probe_timeout_s)
         seen, _ = _exact(reply, f"the vLLM at {url} answered a streamed call")
         return prompt, token_prompts and seen == given
 
-    async def _tried(self, endpoint: ChatEndpoint, body: dict[str, Any]) -> ChatReply:
+    async def _tried(self, endpoint: ChatEndpoint, body: dict[str, Any], wait_s: float | None) -> ChatReply:
         try:
-            async with asyncio.timeout(self._probe_timeout_s):
+            async with asyncio.timeout(wait_s):
                 if body.get("stream"):
                     return await endpoint.stream(body, {}, call_id="probe", emit=lambda delta: None)
                 return await endpoint.complete(body, {})
         except TimeoutError:
             raise EngineUnavailable(
-                f"the vLLM at {endpoint.base_url} did not answer a call of one token within {self._probe_timeout_s:g} s"
+                f"the vLLM at {endpoint.base_url} did not answer a call of one token within {wait_s:g} s"
             ) from None
 
     def _learn_length(self, entry: dict[str, Any]) -> None:

@@ -11,7 +11,7 @@ must begin with what closes a turn, which is found the same way. Where neither h
 `/tokenize` takes fewer settings than a call does. What a template is handed of the others stands in
 `chat_template_kwargs` instead, as vLLM itself puts it there; what is not known never to shape a prompt is refused. That
 both roads end alike is not taken on trust: each set of settings is tried once on a call of one token, whose prompt ids
-must be what `/tokenize` says of it.
+must be what `/tokenize` says of it. That call may wait behind others, so all turns that need it wait for the same one.
 
 Seen on vLLM 0.32; the route is at the server's root, beside `/v1`.
 """
@@ -28,9 +28,11 @@ from toprope.servers.model.engines.prompt_settings import (
     CARRIED,
     NOT_CARRIED,
     STEERING,
+    UNREAD,
     check_carried,
     template_kwargs,
 )
+from toprope.servers.model.engines.proofs import Proofs
 from toprope.tokens.items import value_mark
 
 Prompt = Callable[[dict[str, Any]], Awaitable[list[int]]]
@@ -59,11 +61,11 @@ class TurnTails:
         self._rendered = rendered
         self._reasoning_field = reasoning_field
         self._closings: OrderedDict[str, list[int]] = OrderedDict()
-        self._proved: OrderedDict[str, None] = OrderedDict()
+        self._proofs = Proofs()
 
     async def after(self, turn: NextTurn, settings: Mapping[str, Any]) -> list[int]:
         """As `ContinuesTurns.next_turn`; `settings` are the call's Chat body without its messages."""
-        check_carried(settings, (*CARRIED, *STEERING), "/tokenize")
+        check_carried(settings, (*CARRIED, *STEERING, *UNREAD), "/tokenize")
         fields = _fields(settings)
         history, lost = messages_from_items(turn.items[: turn.tail], reasoning_field=self._reasoning_field)
         new, lost_too = messages_from_items(turn.items[turn.tail :], reasoning_field=self._reasoning_field)
@@ -77,6 +79,10 @@ class TurnTails:
             *_unsampled(closing, turn.generation_token_ids.tolist()),
             *await self._tail(history, new, fields, closing),
         ]
+
+    async def close(self) -> None:
+        """On return no call of one token is in hand any more."""
+        await self._proofs.close()
 
     async def _tail(
         self, history: list[dict[str, Any]], new: list[dict[str, Any]], fields: Mapping[str, Any], closing: list[int]
@@ -117,23 +123,21 @@ class TurnTails:
 
     async def _prove(self, settings: Mapping[str, Any]) -> None:
         """Returns if a call with these settings is rendered as `/tokenize` is told to render it."""
-        asked = {
-            name: settings[name] for name in ("model", "tools", *CARRIED, *STEERING) if settings.get(name) is not None
-        }
-        key = value_mark(asked)
-        if key in self._proved:
-            self._proved.move_to_end(key)
-            return
-        if await self._rendered({**asked, "messages": [_ASK]}) != await self._ids([_ASK], _fields(asked), head=True):
-            named = ", ".join(sorted(asked.keys() - {"model"})) or "nothing"
-            raise CannotContinue(
-                NOT_CARRIED,
-                f"the engine renders a call that sets {named} to other ids than its /tokenize, which cannot be told "
-                "of all that its template reads",
-            )
-        self._proved[key] = None
-        if len(self._proved) > _REMEMBERED:
-            self._proved.popitem(last=False)
+        names = ("model", "tools", *CARRIED, *STEERING, *UNREAD)
+        asked = {name: settings[name] for name in names if settings.get(name) is not None}
+        why = await self._proofs.why_not(value_mark(asked), lambda: self._differs(asked))
+        if why is not None:
+            raise CannotContinue(NOT_CARRIED, why)
+
+    async def _differs(self, asked: Mapping[str, Any]) -> str | None:
+        """Why a call that asks so is not what `/tokenize` says of it; None where it is."""
+        if await self._rendered({**asked, "messages": [_ASK]}) == await self._ids([_ASK], _fields(asked), head=True):
+            return None
+        named = ", ".join(sorted(asked.keys() - {"model"})) or "nothing"
+        return (
+            f"the engine renders a call that sets {named} to other ids than its /tokenize, which cannot be told "
+            "of all that its template reads"
+        )
 
     async def _ids(self, messages: list[dict[str, Any]], fields: Mapping[str, Any], *, head: bool) -> list[int]:
         return await self._tokenize(

@@ -87,7 +87,8 @@ class TokenIn:
     async def supply(self, call: ModelCall) -> Supply | None:
         """What `call` is given; None where token-in is not for it: off, not captured, or nothing here can do it.
 
-        Raises `RefusedError` in mode `required` for a call that continues no recorded turn exactly.
+        Raises in mode `required` `RefusedError` for a call that continues no recorded turn exactly, and the
+        `EngineError` of an engine that did not answer, which may be asked again.
         """
         conversations = self._conversations
         if self._mode == "off" or not call.captured or call.rollout_id is None or self._lacks() is not None:
@@ -102,6 +103,8 @@ class TokenIn:
         except CannotContinue as why:
             return self._fall_back(said, why)
         except EngineError as error:
+            if self._mode == "required" and error.retryable:
+                raise
             return self._fall_back(said, CannotContinue("renderer_failed", error.message))
 
     async def _continued(self, call: ModelCall, key: str, said: Conversation) -> Supply:
