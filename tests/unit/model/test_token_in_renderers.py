@@ -437,7 +437,6 @@ async def test_the_package_writes_the_next_head_with_the_settings_of_the_request
 @pytest.mark.parametrize(
     ("family", "extra", "named"),
     [
-        ("llama-3", {"reasoning": {"effort": "none"}}, "no setting for enable_thinking, reasoning_effort"),
         ("llama-3", {"chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking"),
         ("qwen3", {"chat_template_kwargs": {"enable_thinking": "false"}}, "reads .*'false'"),
         ("qwen3", {"chat_template_kwargs": {"enable_thinking": False, "add_vision_id": True}}, "add_vision_id"),
@@ -451,6 +450,37 @@ async def test_the_package_refuses_settings_that_its_family_has_not(words, famil
     with pytest.raises(CannotContinue, match=named) as refused:
         await renderer.next_turn(turn([ASKED, SAID, THEN], 2, [65], extra=extra))
     assert refused.value.reason == "settings_not_carried"
+
+
+WITHOUT_EFFORT = ("llama-3", "prime-qwen3")
+"""Two of the package's families whose templates know neither an effort nor thinking switched off."""
+
+
+@pytest.mark.promise("MS-12")
+@pytest.mark.parametrize("family", WITHOUT_EFFORT)
+@pytest.mark.parametrize("effort", ["none", "medium"])
+async def test_an_effort_that_a_familys_template_cannot_read_shapes_nothing(words, family, effort):
+    """Codex sets one in every request, whatever the model."""
+    folder, tokenizer = words
+    renderer = LibraryRenderer(family, tokenizer=folder)
+    end, after = FAMILIES["qwen3" if family == "prime-qwen3" else family]
+    sampled = tokenizer.encode(f"yes{end}", add_special_tokens=False).ids
+    extra = {"reasoning": {"effort": effort, "summary": "auto"}}
+    told = await renderer.next_turn(turn([ASKED, SAID, THEN], 2, sampled, extra=extra))
+    assert told == await renderer.next_turn(turn([ASKED, SAID, THEN], 2, sampled))
+    assert tokenizer.decode(told, skip_special_tokens=False) == after
+
+
+@pytest.mark.promise("MS-12")
+async def test_an_effort_is_refused_where_the_family_is_not_named(words, tmp_path, monkeypatch):
+    """The package then knows it by the path of the tokeniser; what its template reads is not known here."""
+    monkeypatch.chdir(tmp_path)
+    model = tmp_path / "Qwen" / "Qwen3-0.6B"
+    model.parent.mkdir()
+    model.symlink_to(words[0])
+    renderer = LibraryRenderer("auto", tokenizer="Qwen/Qwen3-0.6B")
+    with pytest.raises(CannotContinue, match="no setting for enable_thinking, reasoning_effort"):
+        await renderer.next_turn(turn([ASKED, SAID, THEN], 2, [65], extra={"reasoning": {"effort": "none"}}))
 
 
 async def test_the_package_is_refused_where_it_does_not_fit(words, tmp_path):

@@ -2,7 +2,8 @@
 
 It has renderers written by hand for model families (qwen3, llama-3 and others), which extend sampled ids and never
 render them again. The tokeniser is read from the model's own `tokenizer.json`; nothing is fetched. A request's settings
-of the template go to the renderer where its family has them (`enable_thinking`); any other is refused, not left out.
+of the template go to the renderer where its family has them (`enable_thinking`); any other is refused, not left out. An
+effort is no setting of a template's: where the family has nothing that is made of it, it shapes nothing.
 """
 
 from __future__ import annotations
@@ -20,13 +21,16 @@ from toprope.servers.model.engines.base import CannotContinue, NextTurn
 from toprope.servers.model.engines.prompt_settings import (
     NOT_CARRIED,
     STEERING,
+    UNREAD,
     check_carried,
     sent_settings,
     template_kwargs,
 )
 from toprope.tokens.items import value_mark
 
-_CARRIED = ("chat_template_kwargs", "reasoning_effort", *STEERING)  # no family of the package writes the last
+_CARRIED = ("chat_template_kwargs", "reasoning_effort", *STEERING, *UNREAD)  # none of the families writes the last
+_ANY_FAMILY = ("auto", "default")
+"""Names that stand for no family: what such a renderer's template reads is not known here."""
 _REMEMBERED = 16
 _INSTALL = "install it with: pip install 'toprope[renderers]'"
 
@@ -86,7 +90,7 @@ class LibraryRenderer:
         named, made = template_kwargs(settings)
         has = template_field_names(self._config)
         known = {key: value for key, value in made.items() if key in has}
-        if made and has.isdisjoint(("enable_thinking", "reasoning_effort")):
+        if made and not known and self._config.name in _ANY_FAMILY:
             raise CannotContinue(NOT_CARRIED, f"the renderer {self.name} has no setting for {', '.join(sorted(made))}")
         wanted = {key: value for key, value in {**named, **known}.items() if value is not None}
         if not wanted:
