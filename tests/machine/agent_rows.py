@@ -6,6 +6,7 @@ reads that alone. Agents do and say much the same, so that words tell little.
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,9 @@ FEW_WORDS = WORDS[:2]
 TOOLS = ("run_tests", "ls")
 FORMS = ("whole", "since compaction", "tail", "final", "no calls", "no words between")
 """What a harness hands in of its agent's conversation."""
+CUT_OUT = ("The answer is {}", "答案是{}。", "{}km")
+"""What stands round an answer that harnesses cut out: blanks, a script without any, a unit."""
+FINISH = "submit"
 
 
 @dataclass
@@ -120,8 +124,17 @@ class Episode:
 
     def end(self, words: str) -> Items:
         """A last turn, as the model has it: with blanks, tags or a sentence about what the harness will hand in."""
-        how = self.dice.choice(("{}", "{}", "{}\n", " {} ", "<think>well</think>{}", "The answer is {}"))
+        how = self.dice.choice(("{}", "{}", "{}\n", " {} ", "<think>well</think>{}", *CUT_OUT))
         return [*([thought("so")] if self.chance(0.3) else []), said(how.format(words))]
+
+    def finish(self, words: str) -> Items:
+        """A last turn that calls the tool which takes the answer; the harness hands in its argument."""
+        answer = {"type": "function_call", "call_id": f"f{len(self.made)}", "name": FINISH}
+        before = self.dice.choice(([], [], [said("I submit it.")], [thought("so")]))
+        return [*before, {**answer, "arguments": json.dumps({"answer": words})}]
+
+    def closing(self, ending: str, words: str) -> Items:
+        return {"words": self.end, "finish": self.finish}.get(ending, lambda _: SILENT)(words)
 
     def words(self, share_of_own: float = 0.4) -> str:
         """Last words; where all are alike, everybody's."""
@@ -168,12 +181,12 @@ def hand_in(seed: int, recorders: Recorders) -> Handed:
         main.broken = main.broken or it.chance(0.05)
         whole.append((it.call(main, it.turn()), main))
         it.sub_agents()
-    ending = it.dice.choices(("words", "out of steps", "silent"), (8, 1, 1))[0] if whole else "words"
+    ending = it.dice.choices(("words", "out of steps", "silent", "finish"), (8, 1, 1, 1))[0] if whole else "words"
     words = it.words(0.5)
     if ending != "out of steps":
-        last = it.call(main, it.end(words) if ending == "words" else SILENT)
+        last = it.call(main, it.closing(ending, words))
         if it.chance(0.1):
-            last = it.again(main, it.end(it.words() if it.chance(0.5) else words) if ending == "words" else SILENT)
+            last = it.again(main, it.closing(ending, it.words() if it.chance(0.5) else words))
         whole.append((last, main))
     truth = whole[-1][0]
     while it.subs and it.chance(0.8):
@@ -220,12 +233,12 @@ def _row(
     if passed_on:
         row["response"]["id"] = truth.response_id
     text = truth.text().strip()
-    answer = text.removeprefix("<think>well</think>").removeprefix("The answer is ")
+    answer = _cut_out(text.removeprefix("<think>well</think>"))
     told_apart = ending == "words" and not any(answer in made.text() for made in it.made if made is not truth)
     fits = form == "whole" or (form == "tail" and bool(output)) or form in ("final", "since compaction")
     own = not compacted or form in ("final", "since compaction")
     words_alone = all(item["type"] in ("message", "reasoning") for item in output)
-    silent = any(talk.broken or not any(made.text() for made in talk.calls) for talk in it.talks)
+    silent = any(talk.broken or not talk.calls or not _spoke_last(talk.calls[-1]) for talk in it.talks)
     sound = not (words_alone and silent) and not main.broken and output and answer == _last_words(output) == text
     return Handed(row, form, truth, followed, bool(told_apart and fits and own and sound))
 
@@ -239,9 +252,24 @@ def _as_shown(item: dict[str, Any], last: bool, stripped: bool, thoughts: str, i
     """One item as the harness shows it: ids are its own, thoughts come and go, words lose blanks and tags."""
     if item["type"] == "reasoning":
         return {"kept": item, "dropped": None, "anew": thought("in short")}[thoughts]
+    if item.get("name") == FINISH:
+        return said(json.loads(item["arguments"])["answer"])
     if item["type"] == "function_call":
         return {**item, "call_id": f"own-{item['call_id']}"}
     if not stripped:
         return item
     text = item["content"][0]["text"].removeprefix("<think>well</think>").strip()
-    return said(text.removeprefix("The answer is ") if last and it.chance(0.7) else text)
+    return said(_cut_out(text) if last and it.chance(0.7) else text)
+
+
+def _cut_out(text: str) -> str:
+    for how in CUT_OUT:
+        before, after = how.split("{}")
+        if text.startswith(before) and text.endswith(after):
+            text = text.removeprefix(before).removesuffix(after)
+    return text
+
+
+def _spoke_last(made: Made) -> bool:
+    """Whether a turn is words alone: a row of words may hide what else it did."""
+    return bool(made.text()) and all(item["type"] in ("message", "reasoning") for item in made.wrote)
