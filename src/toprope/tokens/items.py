@@ -62,6 +62,26 @@ def item_digests(items: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(mark for item in items if (mark := _mark(item)) is not None)
 
 
+def said_by_all(items: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """One digest for each item, in order, whoever wrote it: role and words, ids and other fields left out.
+
+    That of a model-authored item is the `content_of` its mark.
+    """
+    return tuple(_said_by(item) for item in items)
+
+
+def is_mark(digest: str) -> bool:
+    """Whether a digest of `said_by_all` is that of a model-authored item."""
+    return ":" in digest
+
+
+def _said_by(item: Mapping[str, Any]) -> str:
+    mark = _mark(item)
+    if mark is not None:
+        return content_of(mark)
+    return value_mark([_kind(item), item.get("role"), _said(item.get("content")), _said(item.get("output"))])
+
+
 class CountedMarks:
     """A bag of marks that answers whether other marks all stand in it, each counted once.
 
@@ -212,7 +232,7 @@ def _said(content: Any) -> list[Any]:
     for part in content:
         if isinstance(part, str):
             texts.append(part)
-        elif isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS:
+        elif isinstance(part, Mapping) and _is_text(part):
             texts.append(str(part.get("text") or part.get("refusal") or ""))
         else:
             others.append(part)
@@ -225,12 +245,17 @@ def _unread(item: Mapping[str, Any]) -> list[tuple[str, Any]]:
     content = item.get("content")
     found = [] if item.keys() <= ABOUT_A_MESSAGE else list(_saying(item, ABOUT_A_MESSAGE))
     for part in content if isinstance(content, list | tuple) else ():
-        if isinstance(part, Mapping) and part.get("type", "text") in _TEXT_PARTS:
+        if isinstance(part, Mapping) and _is_text(part):
             if part.get("annotations") or not part.keys() <= _USUAL_PART:
                 found.extend(_saying(part, _ABOUT_A_PART))
             if "refusal" in part and part.get("text") and part["refusal"]:
                 found.append(("refusal", part["refusal"]))  # only the text of such a part is read
     return found
+
+
+def _is_text(part: Mapping[str, Any]) -> bool:
+    kind = part.get("type", "text")
+    return isinstance(kind, str) and kind in _TEXT_PARTS
 
 
 def _saying(fields: Mapping[str, Any], read: frozenset[str]) -> Iterator[tuple[str, Any]]:

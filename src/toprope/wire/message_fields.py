@@ -20,9 +20,13 @@ ABOUT_A_MESSAGE = frozenset(
 """Fields of a message that are read already, or say when, by whom and at what price it was made: no words of a model.
 Text in any other field counts as the model's."""
 ABOUT_A_CALL = frozenset(
-    ("type", "call_id", "id", "name", "arguments", "parsed_arguments", "status", "index", "created_by", "cache_control")
-)
-"""The same of the item of a function call."""
+    (
+        "type", "call_id", "id", "name", "arguments", "parsed_arguments", "status", "index", "created_by",
+        "cache_control", "namespace", "caller", "async", "async_",
+    )
+)  # fmt: skip
+"""The same of the item of a function call. Who calls it and where the tool stands is no word of a model; `async_` is
+how a program spells `async` that dumps a model of the openai package by field name."""
 MOVED_FIELDS = "provider_specific_fields"
 """Where LiteLLM puts fields that it does not know: they came as fields of the message, and count as such."""
 

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types.responses import ResponseFunctionToolCall, ResponseFunctionToolCallItem
 
 from toprope.tokens.items import TOOL_RESULTS, CountedMarks, MarkBags, is_model_authored, item_digests
+from toprope.wire.message_fields import ABOUT_A_CALL
 
 
 def call(arguments: Any, call_id: str = "c1", **more: Any) -> dict[str, Any]:
@@ -37,6 +39,7 @@ def stands(item: dict[str, Any], *recorded: dict[str, Any]) -> bool:
         (call('{"s":"\\u00e9"}', "other"), call('{"s":"é"}')),
         (call("{not json", "other"), call("{not json")),
         (call("{}", parsed_arguments={"x": 1}, created_by="bot", index=2), call("{}")),
+        (call("{}", namespace="files", caller={"type": "direct"}, async_="x"), call("{}")),
         (
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "t"}]},
             {"type": "reasoning", "content": "t"},
@@ -68,6 +71,22 @@ def test_the_same_item_is_known_again(sent: dict[str, Any], recorded: dict[str, 
 )
 def test_another_item_is_not(sent: dict[str, Any], recorded: dict[str, Any]) -> None:
     assert not stands(sent, recorded)
+
+
+def test_every_field_of_a_call_of_the_openai_package_is_one_that_we_know() -> None:
+    """A program sends back what the package parsed, by either name of a field: none of it makes the call another."""
+    for model in (ResponseFunctionToolCall, ResponseFunctionToolCallItem):
+        fields = {name for key, field in model.model_fields.items() for name in (key, field.alias or key)}
+        assert fields >= {"arguments", "call_id", "name"}
+        assert fields <= ABOUT_A_CALL
+
+
+@pytest.mark.parametrize("kind", [{}, [], {"a": 1}, 7])
+def test_a_part_whose_type_is_no_name_is_a_part_like_any_other(kind: Any) -> None:
+    odd = [{"type": kind, "text": "x"}]
+    assert stands(said(odd), said(odd))
+    assert not stands(said(odd), said("x"))
+    assert not any(map(is_model_authored, [{"role": "user", "content": odd}]))
 
 
 def test_what_others_wrote_has_no_mark() -> None:
