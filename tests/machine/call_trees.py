@@ -132,7 +132,7 @@ class World:
             self._through(self.recorders, turn, dict(zip(gen, log_probs, strict=True)), **about)
             return turn
         if lost:
-            self.history.note_unrecorded(item_digests(items))
+            self.history.note_unrecorded(item_digests(items), items)
             if self.dice.random() < 0.5:
                 self.incomplete.append(f"dangling_intent:{call_id}")
             return turn
@@ -155,7 +155,7 @@ class World:
             chain_hash=choice.prompt_hash.extend(gen).hexdigest(),
             **about,
         )
-        self.history.add(entry, choice.asked)
+        self.history.add(entry, choice.asked, beginning=choice.beginning)
         if choice.suffix_start and self.dice.random() < 0.4:
             entry = replace(entry, prompt_token_ids=prompt[choice.suffix_start :], prompt_is_delta=True)
         self.entries.append(entry)

@@ -168,7 +168,7 @@ class Recorder:
         `request_items` keep a first call that begins with shown model turns trainable after a clean retry. Raises
         nothing; goes on when its caller is cancelled.
         """
-        await self._whatever_happens(self._abort(key, call_id, reason, item_digests(request_items)))
+        await self._whatever_happens(self._abort(key, call_id, reason, request_items))
 
     async def incomplete(self, key: str, call_id: str, reason: str) -> None:
         """On return the loss is durable; `reason` is a typed reason, a detail after a colon. Raises as `record`."""
@@ -217,7 +217,7 @@ class Recorder:
             tokens = judged(call)
             entry = await self._decided(call, tokens)
         except BadRecord as fault:
-            self._note_unrecorded(call.key, call.call_id, call.marks())
+            self._note_unrecorded(call.key, call.call_id, call.marks(), call.request_items)
             await self._lose(call.key, call.call_id, fault.reason, str(fault))
             return
         except _WHATEVER as error:  # a fault of ours must not fail the agent's call
@@ -267,10 +267,12 @@ class Recorder:
                 return self._deferred(call, tokens)
         # From here to the end nothing is awaited: a parallel call sees either none of this or all.
         asked = call.asked if call.asked is not None else rollout.history.asked_by(call.request_items)
-        choice = decide_asked(rollout.history, asked, tokens.prompt_token_ids, continues=call.continues)
+        choice = decide_asked(
+            rollout.history, asked, tokens.prompt_token_ids, continues=call.continues, items=call.request_items
+        )
         chain = choice.prompt_hash.extend(tokens.generation_token_ids)
         entry = record_of(call, rollout.laid_out(call.call_id, choice, tokens), choice, chain, self._clock())
-        rollout.history.add(entry, choice.asked, chain=chain)
+        rollout.history.add(entry, choice.asked, chain=chain, beginning=choice.beginning)
         self._beginnings.recorded(call.key, call.call_id, choice.item_digests if choice.reason == FIRST_CALL else ())
         self._grow(
             call.key, rollout, len(tokens.prompt_token_ids) - choice.suffix_start + len(entry.generation_log_probs)
@@ -289,10 +291,10 @@ class Recorder:
         chain = choice.prompt_hash.extend(tokens.generation_token_ids)
         return record_of(call, tokens, choice, chain, self._clock())
 
-    async def _abort(self, key: str, call_id: str, reason: str, marks: tuple[str, ...]) -> None:
+    async def _abort(self, key: str, call_id: str, reason: str, items: Sequence[Mapping[str, Any]]) -> None:
         if reason.startswith(_NOTHING_SAMPLED):
             self._beginnings.recorded(key, call_id)  # nothing of it can stand anywhere
-        elif self._note_unrecorded(key, call_id, marks):
+        elif self._note_unrecorded(key, call_id, item_digests(items), items):
             await self._mark(key, call_id, "unobserved_path:the first recorded call may hold what this one said")
         if self._aborting is None:
             return
@@ -352,11 +354,13 @@ class Recorder:
                     self._grow(key, rollout, len(entry.generation_token_ids))
             rollout.synced += len(found)
 
-    def _note_unrecorded(self, key: str, call_id: str, marks: tuple[str, ...]) -> bool:
+    def _note_unrecorded(
+        self, key: str, call_id: str, marks: tuple[str, ...], items: Sequence[Mapping[str, Any]]
+    ) -> bool:
         """Whether the first recorded call may hold what this one said."""
         if self._reader is None:
             return False
-        self._rollout(key).history.note_unrecorded(marks)
+        self._rollout(key).history.note_unrecorded(marks, items)
         return self._beginnings.lost(key, call_id, marks)
 
     def _grow(self, key: str, rollout: Rollout, ids: int) -> None:

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from toprope.tokens.asked import Asked
 from toprope.tokens.entry import ParentDecision, TokenEntry, as_ids
 from toprope.tokens.hashing import BLOCK_IDS, ChainHash, Ids
-from toprope.tokens.items import THOUGHT, CountedMarks, MarkBags, content_of, item_digests
+from toprope.tokens.items import CountedMarks, content_of, item_digests
 from toprope.tokens.sent import SentItems
+from toprope.tokens.shown import ShownTurns, shown_beginning
 from toprope.tokens.strands import Node, Strand
 
 FIRST_CALL: Final = "first_call"
@@ -47,7 +48,8 @@ class ParentChoice:
     whose ids the prompt leaves and the first differing position. `prompt_hash` is the chain hash state of the whole
     prompt, made from the parent's: `prompt_hash.extend(generation).hexdigest()` is the entry's `chain_hash`, and
     `suffix_start` where a delta prompt begins (0 without a parent). `item_digests` is what the entry stores: the marks
-    of the request that its parent does not account for. `asked` are all of them, for `LineageHistory.add`.
+    of the request that its parent does not account for. `asked` are all of them and `beginning` what a root was shown,
+    both for `LineageHistory.add`.
     """
 
     decision: ParentDecision
@@ -57,6 +59,7 @@ class ParentChoice:
     suffix_start: int = 0
     item_digests: tuple[str, ...] = ()
     asked: Asked | None = None
+    beginning: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +81,8 @@ class LineageHistory:
         self.unseen = unseen
         self._trunk = Strand(start=0)
         self._nodes: dict[str, Node] = {}
-        self._root_requests = MarkBags()
+        self._shown_turns = ShownTurns()
         self._contents: set[str] = set()
-        self._lost: list[tuple[str, ...]] = []
         self._shown: list[CountedMarks] = []
         self._recent: list[_Request] = []
 
@@ -90,13 +92,20 @@ class LineageHistory:
     def __contains__(self, call_id: object) -> bool:
         return call_id in self._nodes
 
-    def add(self, entry: TokenEntry, asked: Asked | None = None, *, chain: ChainHash | None = None) -> None:
+    def add(
+        self,
+        entry: TokenEntry,
+        asked: Asked | None = None,
+        *,
+        chain: ChainHash | None = None,
+        beginning: tuple[str, ...] = (),
+    ) -> None:
         """Index one recorded call; `entry` has its whole prompt. A call id that is there already changes nothing.
 
-        `asked` is `ParentChoice.asked`. Without it the entry's own `item_digests` serve, which is enough to rebuild a
-        history after a restart. `chain` is the state of the entry's chain hash, from whoever made it of the
-        `ParentChoice` of this history: the parent's ids were compared then and are not compared again. Raises
-        `ValueError` for a delta prompt.
+        `asked` and `beginning` are those of the `ParentChoice`. Without them the entry's own `item_digests` serve,
+        which is enough to rebuild a history after a restart. `chain` is the state of the entry's chain hash, from
+        whoever made it of the `ParentChoice` of this history: the parent's ids were compared then and are not compared
+        again. Raises `ValueError` for a delta prompt.
         """
         if entry.prompt_is_delta:
             raise ValueError(f"call {entry.model_call_id}: lineage needs the whole prompt, not a delta")
@@ -108,10 +117,10 @@ class LineageHistory:
             said = asked.all()
         wrote = item_digests(entry.output_items)
         new = parent_seen(parent).missing(said) if parent is not None and said else said
-        if entry.parent_decision == "root":
-            self._root_requests.add(said)
         self._contents.update(content_of(mark) for mark in (*said, *wrote))
         prompt, generated = entry.prompt_token_ids, entry.generation_token_ids
+        if entry.parent_decision == "root" and said:
+            self._shown_turns.add_root(tuple(said), prompt, beginning)
         # `decide` compared the ids of the parent that it found; a claim from elsewhere is compared here.
         after = parent if chain is not None or self._is_begun_by(prompt, parent) else None
         if chain is None:
@@ -137,12 +146,15 @@ class LineageHistory:
         node.seen = parent_seen(parent, take=True) if parent is not None else CountedMarks()
         node.seen.add(node.own_request, node.own_output)
 
-    def note_unrecorded(self, request_digests: Sequence[str]) -> None:
-        """A call with this request went upstream and left no record (aborted): part of its reply may be kept."""
+    def note_unrecorded(self, request_digests: Sequence[str], items: Sequence[Mapping[str, Any]] = ()) -> None:
+        """A call with this request went upstream and left no record (aborted): part of its reply may be kept.
+
+        Where its `items` are not told, any beginning that shows turns may go on from it.
+        """
         # Only a request from before anything was sampled vouches for its items; a later one may hold a lost turn.
         if self.first_request_is_accounted_for(tuple(request_digests)):
             self._shown.append(CountedMarks(request_digests))
-        self._lost.append(tuple(request_digests))
+        self._shown_turns.note_lost(items)
 
     # -- questions ----------------------------------------------------------------------------------------------
 
@@ -166,24 +178,22 @@ class LineageHistory:
                 return min(node.call_id for node in fork.calls[fork.ends[0]]), reach
         return None, reach
 
-    def begins_a_conversation(self, asked: tuple[str, ...]) -> bool:
-        """Whether all model-authored items of a request stand in the request of one recorded root.
+    def was_shown(self, asked: tuple[str, ...]) -> bool:
+        """Whether all model-authored items of a request stand in the request of one recorded root."""
+        return not asked or self._shown_turns.hold(asked)
 
-        Where a lost call may have been gone on from they may be what it said, in equal words: then they do not.
+    def begins_a_conversation(
+        self, asked: tuple[str, ...], prompt: NDArray[np.uint32], beginning: tuple[str, ...] = ()
+    ) -> bool:
+        """Whether `asked`, which was shown to a recorded root, is shown here too.
+
+        Where a lost call may have been gone on from, equal words may be what that call said: then it is not.
         """
-        return not asked or (self._root_requests.holds(asked) and not self._may_follow_a_lost_call(asked))
-
-    def _may_follow_a_lost_call(self, asked: tuple[str, ...]) -> bool:
-        """Whether a request may hold what a lost call was asked (thoughts may be dropped) and more than that."""
-        return self.unseen or any(
-            not CountedMarks(asked).missing([mark for mark in lost if not mark.startswith(THOUGHT)])
-            and CountedMarks(lost).missing(asked)
-            for lost in self._lost
-        )
+        return not asked or self._shown_turns.are_shown(asked, prompt, beginning, unseen=self.unseen)
 
     def first_request_is_accounted_for(self, asked: tuple[str, ...]) -> bool:
         """Whether a first request may hold `asked`: nothing went before it, or the first that did held them already."""
-        nothing_before = not (self.unseen or self._lost)
+        nothing_before = not (self.unseen or self._shown_turns.any_lost)
         return not asked or nothing_before or any(not bag.missing(asked) for bag in self._shown)
 
     def all_recorded(self, asked: Sequence[str]) -> bool:
@@ -288,19 +298,26 @@ def decide(
     """Whose continuation a call with these request items and these whole prompt ids, (P,) as the engine saw them, is.
 
     `root`: nothing is recorded yet, or the request continues nothing and all its model-authored items stand in the
-    request of a recorded root. `resolved`: one recorded call with a generation is the longest prefix (or several that
-    are interchangeable: the smallest id) and accounts for every model-authored item. Else `unresolved`.
+    request of a recorded root, where no lost call can have said them. `resolved`: one recorded call with a generation
+    is the longest prefix (or several that are interchangeable: the smallest id) and accounts for every model-authored
+    item. Else `unresolved`.
     """
-    return decide_asked(history, history.asked_by(request_items), as_ids(prompt_ids, "prompt_token_ids"))
+    asked = history.asked_by(request_items)
+    return decide_asked(history, asked, as_ids(prompt_ids, "prompt_token_ids"), items=request_items)
 
 
 def decide_asked(
-    history: LineageHistory, asked: Asked, prompt: NDArray[np.uint32], *, continues: str | None = None
+    history: LineageHistory,
+    asked: Asked,
+    prompt: NDArray[np.uint32],
+    *,
+    continues: str | None = None,
+    items: Sequence[Mapping[str, Any]] = (),
 ) -> ParentChoice:
     """`decide` for a request whose marks are known already.
 
     `continues` names the recorded call whose ids the engine was given because its items are the request's: that call
-    is the parent, or none is.
+    is the parent, or none is. Without `items` a beginning that shows turns is known by its ids alone once one is lost.
     """
     if continues is not None:
         given = history.begun_by(continues, prompt)
@@ -315,12 +332,16 @@ def decide_asked(
             asked=asked,
         )
     if len(history) == 0 and history.first_request_is_accounted_for(asked.all()):
-        return _orphan(history, prompt, "root", FIRST_CALL, asked)
+        return _orphan(history, prompt, "root", FIRST_CALL, asked, shown_beginning(items) if asked.count else ())
     found = history.candidates(prompt)
     if not found:
-        if len(history) > 0 and history.begins_a_conversation(asked.all()):
-            return _orphan(history, prompt, "root", CONTINUES_NOTHING, asked)
-        if len(history) > 0 and history.all_recorded(asked.all()):
+        marks = asked.all()
+        if len(history) > 0 and history.was_shown(marks):
+            beginning = shown_beginning(items) if marks else ()
+            if history.begins_a_conversation(marks, prompt, beginning):
+                return _orphan(history, prompt, "root", CONTINUES_NOTHING, asked, beginning)
+            return _orphan(history, prompt, "unresolved", UNRECORDED_TURN, asked)
+        if len(history) > 0 and history.all_recorded(marks):
             call, position = history.first_difference(prompt)
             where = f":{call}@{position}" if call is not None else f":@{position}"
             return _orphan(history, prompt, "unresolved", HISTORY_REWRITTEN + where, asked)
@@ -347,5 +368,6 @@ def _orphan(
     decision: ParentDecision,
     reason: str,
     asked: Asked,
+    beginning: tuple[str, ...] = (),
 ) -> ParentChoice:
-    return ParentChoice(decision, None, reason, history.prompt_hash(None, prompt), 0, asked.all(), asked)
+    return ParentChoice(decision, None, reason, history.prompt_hash(None, prompt), 0, asked.all(), asked, beginning)

@@ -54,7 +54,7 @@ def record(
 ) -> ParentChoice:
     """What the recorder does: decide, then index the entry made from the decision."""
     choice = decide(history, request, prompt)
-    history.add(entry_of(call_id, prompt, gen, output, choice), choice.asked)
+    history.add(entry_of(call_id, prompt, gen, output, choice), choice.asked, beginning=choice.beginning)
     return choice
 
 
@@ -77,6 +77,24 @@ def test_golden_lineage(case: dict[str, Any]) -> None:
             assert choice.decision == call["how"]
         if "reason" in call:
             assert choice.reason == call["reason"]
+
+
+def lose(history: LineageHistory, *request: str) -> None:
+    """What the recorder does where a call with this request came to nothing."""
+    items = [item(each) for each in request]
+    history.note_unrecorded(item_digests(items), items)
+
+
+def few_shot(*, unseen: bool = False) -> LineageHistory:
+    """A root whose request shows turns before its task."""
+    history = LineageHistory()
+    request = ["s:main", "u:eg", "a:ok", "u:eg2", "f:e:add", "o:e:1", "u:task"]
+    record(history, "c1", [item(each) for each in request], [1, 2], [3], [item("a:x")])
+    history.unseen = unseen
+    return history
+
+
+SHOTS = ["u:eg", "a:ok", "u:eg2", "f:e:add", "o:e:1"]
 
 
 def ask(history: LineageHistory, request: list[str], prompt: list[int]) -> ParentChoice:
@@ -236,26 +254,103 @@ def test_a_lost_turn_in_the_words_of_one_that_was_shown_is_no_shown_turn() -> No
     kept = ["u:eg", "a:ok", "u:task", "a:x", "u:go", "a:ok", "u:on"]
     assert ask(history, kept, [1, 2, 3, 4, 777, 6]).reason == "unrecorded_turn"
     # Nor does it where the lost call was another conversation's first, of which the request may be the second.
-    assert ask(history, ["u:other", "a:ok", "u:on"], [9, 4]).reason == "continues_nothing"
-    assert ask(history, ["u:other", "a:x", "u:on"], [9, 4]).decision == "unresolved"
-    history.note_unrecorded(())
-    assert ask(history, ["u:other", "a:ok", "u:on"], [9, 777, 4]).decision == "unresolved"
+    assert ask(history, ["u:other", "a:ok", "u:on"], [9, 777, 4]).reason == "unrecorded_turn"
     assert ask(history, ["u:other"], [9]).reason == "continues_nothing"
 
 
-def test_a_lost_call_that_was_shown_as_much_or_was_elsewhere_leaves_a_shown_turn_shown() -> None:
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize(
+    ("lost", "request_"),
+    [
+        (["u:other"], ["u:other", "a:ok", "u:on"]),  # in the words of a shown turn, after another user's
+        (["u:other", "a:hi", "u:b"], ["u:other", "a:ok", "u:on"]),  # and the client dropped what stood between
+        (["u:other", "f:q:q"], ["u:other", "a:ok", "u:on"]),
+        (["u:other", "r:hm"], ["u:other", "a:ok", "u:on"]),
+        (["u:eg"], ["u:eg", "a:ok", "u:on"]),  # the very beginning of the root
+        (["s:sub", "u:eg"], ["u:eg", "a:ok", "u:on"]),
+        (["u:eg", "a:hi", "u:b"], ["u:eg", "a:ok", "u:on"]),
+        (["u:before", "a:hi", "u:eg"], ["u:eg", "a:ok", "u:on"]),
+        (SHOTS[:3], [*SHOTS, "u:on"]),
+        ([], [*SHOTS, "u:on"]),  # nobody knows what it was asked
+    ],
+)
+def test_a_beginning_that_may_hold_what_a_lost_call_said_is_no_root(lost: list[str], request_: list[str]) -> None:
+    history = few_shot()
+    assert ask(history, request_, [9, 777, 4]).reason == "continues_nothing"
+    lose(history, *lost)
+    choice = ask(history, request_, [9, 777, 4])
+    assert (choice.decision, choice.reason) == ("unresolved", "unrecorded_turn")
+
+
+@pytest.mark.parametrize(
+    "lost", [["u:title?"], ["s:t", "u:title?", "a:hm", "u:go"], SHOTS, ["s:sub", *SHOTS, "u:task", "a:x", "u:go"]]
+)
+def test_a_lost_call_that_was_shown_as_much_or_was_elsewhere_leaves_shown_turns_shown(lost: list[str]) -> None:
+    """A few-shot prompt of a sub-agent, the same one or the first of its shots, is one whatever else was aborted."""
+    history = few_shot()
+    lose(history, *lost)
+    assert ask(history, [*SHOTS, "u:sub"], [8]).reason == "continues_nothing"
+    assert ask(history, ["s:sub", *SHOTS[:2], "u:sub"], [8]).reason == "continues_nothing"
+    respelled = [{"role": "user", "content": "eg"}, item("a:ok"), item("u:sub")]
+    assert decide(history, respelled, [8]).reason == "continues_nothing"
+
+
+@pytest.mark.promise("CP-9")
+def test_a_lost_request_in_another_spelling_is_known_all_the_same() -> None:
+    history = few_shot()
+    history.note_unrecorded((), [{"role": "user", "content": "eg", "id": "u1"}])
+    assert ask(history, ["u:eg", "a:ok", "u:on"], [9, 777, 4]).reason == "unrecorded_turn"
+
+
+def test_shown_turns_at_the_beginning_are_nobodys_reply_where_the_lost_call_was_shown_them() -> None:
     history = LineageHistory()
-    record(history, "c1", [item("u:eg"), item("a:ok"), item("u:task")], [1, 2], [3], [item("a:x")])
-    history.note_unrecorded(item_digests([item("a:ok")]))
-    history.note_unrecorded(item_digests([item("a:elsewhere")]))
-    assert ask(history, ["u:eg", "a:ok", "u:task"], [8]).reason == "continues_nothing"
-    # A client may drop the thoughts that the lost call was shown; what is left still shows whose request it is.
-    history.note_unrecorded(item_digests([item("r:hm")]))
-    assert ask(history, ["u:eg", "a:ok", "u:task"], [8]).decision == "unresolved"
+    record(history, "c1", [item("a:welcome"), item("u:task")], [1, 2], [3], [item("a:x")])
+    lose(history, "a:welcome", "u:task")
+    assert ask(history, ["a:welcome", "u:sub"], [8]).reason == "continues_nothing"
+    lose(history, "u:title?")  # what it said may stand first: a client drops what it was asked
+    assert ask(history, ["a:welcome", "u:sub"], [8]).reason == "unrecorded_turn"
+
+
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize("unseen", [False, True])
+def test_the_very_prompt_of_a_root_is_a_root_whatever_was_lost(unseen: bool) -> None:
+    """Also where the items of the root are not known: another process recorded it."""
+    known, history = few_shot(), LineageHistory()
+    lose(known)
+    shown = item_digests([item(each) for each in SHOTS])
+    history.add(
+        replace(entry_of("c1", [1, 2], [3], [], ParentChoice("root", None, "", ChainHash())), item_digests=shown)
+    )
+    lose(history)
+    for each in (known, history):
+        each.unseen = unseen
+        assert ask(each, [*SHOTS, "u:task"], [1, 2]).reason == "continues_nothing"
+        assert ask(each, [*SHOTS, "u:task"], [1, 4]).reason == "unrecorded_turn"
+        assert ask(each, [*SHOTS, "a:ok", "u:task"], [1, 2]).decision == "unresolved"
+
+
+@pytest.mark.promise("CP-9")
+def test_the_prompt_of_a_root_vouches_for_no_turn_that_another_one_was_shown() -> None:
+    history = few_shot()
+    record(history, "c2", [item("u:eg"), item("a:ok"), item("u:task")], [5], [6], [item("a:x")])
+    lose(history)
+    assert ask(history, ["u:eg", "a:ok", "u:task"], [5]).reason == "continues_nothing"
+    assert ask(history, ["u:eg", "f:e:add", "o:e:1", "u:task"], [5]).reason == "unrecorded_turn"
+
+
+@pytest.mark.promise("CP-9")
+def test_shown_turns_of_which_only_the_marks_are_known_are_nobodys_where_nothing_was_lost() -> None:
     history = LineageHistory()
-    record(history, "c1", [item("u:eg"), item("a:ok"), item("u:task")], [1, 2], [3], [item("a:x")])
+    shown = item_digests([item(each) for each in SHOTS])
+    history.add(
+        replace(entry_of("c1", [1, 2], [3], [], ParentChoice("root", None, "", ChainHash())), item_digests=shown)
+    )
+    assert ask(history, [*SHOTS, "u:task"], [8]).reason == "continues_nothing"
     history.unseen = True
-    assert ask(history, ["u:eg", "a:ok", "u:task"], [8]).decision == "unresolved"
+    assert ask(history, [*SHOTS, "u:task"], [8]).decision == "unresolved"
+    history.unseen = False
+    lose(history, "u:title?")
+    assert ask(history, [*SHOTS, "u:task"], [8]).decision == "unresolved"
 
 
 def test_equal_ids_with_another_split_are_ambiguous() -> None:

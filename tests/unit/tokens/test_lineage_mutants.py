@@ -11,7 +11,7 @@ from tests.mutants import killer, mutated
 from tests.unit.tokens import test_asked, test_deferred, test_items, test_lineage
 
 ROOM = "toprope.tokens"
-ORDER = ("asked", "items", "sent", "strands", "lineage", "deferred")
+ORDER = ("asked", "items", "sent", "shown", "strands", "lineage", "deferred")
 SUITES = (test_lineage, test_deferred, test_items, test_asked)
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
@@ -49,9 +49,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "",
     ),
     "whatever_continues_nothing_is_a_root": (
-        "lineage",
-        "if len(history) > 0 and history.begins_a_conversation(asked.all()):",
-        "if len(history) > 0:",
+        "shown",
+        "return self._requests.holds(marks)",
+        "return True",
     ),
     "a_first_call_is_a_root_whatever_was_aborted": (
         "lineage",
@@ -60,8 +60,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "what_was_lost_unseen_is_no_matter": (
         "lineage",
-        "nothing_before = not (self.unseen or self._lost)",
-        "nothing_before = not self._lost",
+        "nothing_before = not (self.unseen or self._shown_turns.any_lost)",
+        "nothing_before = not self._shown_turns.any_lost",
     ),
     "a_lost_retry_vouches_for_what_it_kept": (
         "lineage",
@@ -163,19 +163,32 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "CountedMarks(sampled=node.own_output).missing(added)",
         "CountedMarks((*node.own_request, *node.own_output)).missing(added)",
     ),
-    "a_lost_turn_in_shown_words_is_a_shown_one": ("lineage", " and not self._may_follow_a_lost_call(asked))", ")"),
-    "a_lost_call_unseen_vouches_for_shown_words": ("lineage", "return self.unseen or any(", "return any("),
-    "any_lost_call_makes_shown_words_doubtful": (
+    "a_lost_turn_in_shown_words_is_a_shown_one": (
         "lineage",
-        "            and CountedMarks(lost).missing(asked)\n",
-        "",
+        "            if history.begins_a_conversation(marks, prompt, beginning):\n",
+        "            if True:\n",
     ),
-    "a_lost_call_elsewhere_makes_shown_words_doubtful": (
-        "lineage",
-        "not CountedMarks(asked).missing([mark for mark in lost if not mark.startswith(THOUGHT)])\n            and ",
-        "",
+    "a_lost_call_unseen_vouches_for_shown_words": ("lineage", "beginning, unseen=self.unseen)", "beginning, unseen=0)"),
+    "any_lost_call_makes_shown_words_doubtful": ("shown", "return all(each and (", "return False and all(each and ("),
+    "shown_words_alone_stand_after_a_lost_call": (
+        "shown",
+        "if not any(size and each[:size] == beginning for each in self._beginnings):",
+        "if not beginning:",
     ),
-    "dropped_thoughts_hide_a_lost_call": ("lineage", "[mark for mark in lost if not mark.startswith(THOUGHT)]", "lost"),
+    "a_shown_beginning_is_one_whatever_was_lost": ("shown", "return all(each and (", "return True or all(each and ("),
+    "what_a_lost_call_was_asked_is_none": ("shown", "return all(each and (", "return all(not each or ("),
+    "a_lost_call_that_begins_elsewhere_is_elsewhere": ("shown", "first not in each)", "first != each[0])"),
+    "only_the_whole_beginning_of_a_lost_call_counts": ("shown", " or (elsewhere and first not in each)", ""),
+    "a_lost_call_says_nothing_at_the_very_beginning": ("shown", "elsewhere = not is_mark(first)", "elsewhere = True"),
+    "users_items_not_compared": (
+        "shown",
+        "return said_by_all(items[first:])",
+        "return tuple(filter(is_mark, said_by_all(items[first:])))",
+    ),
+    "instructions_are_a_part_of_what_is_shown": ("shown", "said_by_all(items[first:])", "said_by_all(items)"),
+    "the_task_is_a_part_of_what_is_shown": ("shown", "items[: last + 1]", "items"),
+    "the_prompt_of_a_root_is_no_proof": ("shown", "in self._prompts.get(_digest(prompt), ()))", "in ())"),
+    "the_prompt_of_a_root_vouches_for_all_it_may_hold": ("shown", "any(not bag.missing(marks) for", "any(True for"),
     "fields_of_calls_not_read": (
         "items",
         'if kind == "function_call" and not item.keys() <= ABOUT_A_CALL:',
