@@ -26,6 +26,8 @@ from toprope.tokens.entry import TokenEntry
 from toprope.tokens.hashing import ChainHash
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 from toprope.trajectory.build import Trainable, build
+from toprope.trajectory.content import written_by
+from toprope.trajectory.evidence import read
 from toprope.trajectory.project import size
 
 MB = 10**6
@@ -91,6 +93,20 @@ def naive(entries: list[TokenEntry]) -> tuple[list[int], list[int]]:
     return ids, mask
 
 
+def said(text: str) -> dict[str, Any]:
+    return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]}
+
+
+def witnessed(entries: list[TokenEntry]) -> float:
+    """CPU seconds to read a row against a chat that repeats itself: all turns may be its writer, none is."""
+    chat = [replace(entry, output_items=(said("Ok."),)) for entry in entries]
+    output = [said("strange"), {"role": "user", "content": "go on"}, said("Ok.")]
+    evidence = read("bench", chat)
+    if written_by(evidence, chat, output):
+        raise AssertionError("a call is named that no row shows")
+    return cpu_seconds(lambda: written_by(evidence, chat, output))
+
+
 def cpu_seconds(work: Callable[[], Any], times: int = 5) -> float:
     """The median CPU time of `work`."""
     spent = []
@@ -139,6 +155,7 @@ def main() -> None:
         Figure("PF-6", f"freeze + build, sqlite, {what}", freeze_s + build_s, "s CPU", must=0.3, aim=0.1),
         Figure("PF-6", "build from deltas", cpu_seconds(lambda: build(deltas)), "s CPU", slow, lists),
         Figure("PF-6", "build from whole prompts", cpu_seconds(lambda: build(whole)), "s CPU", slow, lists),
+        Figure("PF-6", f"content witness, {CALLS} equal turns", witnessed(entries), "s CPU"),
         Figure("PF-6", "native trace", native / MB, "MB", items / MB, "projected items", must=1),
         Figure("PF-6", "stored", stored / MB, "MB", records / MB, "whole prompts as JSON", must=2, aim=1.2),
     ):

@@ -183,8 +183,6 @@ class _Said:
 
     def in_row(self, shown: _Shown) -> tuple[str, ...] | None:
         """The writer of a row; `()` where several may be, None where the row is nobody's as it stands."""
-        if not self._all_said(shown.before):
-            return None
         last, whole = _Sought(shown.last), _Sought(shown.marks, of_rival=False)
         alike = [call for call in self._calls.values() if self._counts(call) and self._may_show(call, last)]
         writers = [call for call in alike if self._shows(call, shown, whole)]
@@ -203,13 +201,6 @@ class _Said:
             if any(self._may_show(rival, rest) for rival in rivals):
                 return ()
         return tuple(sorted(call.id for call in writers))
-
-    def _all_said(self, before: _Marks) -> bool:
-        """Whether all of this, thoughts left out, was said by somebody, or may have been where nobody knows."""
-        if any(self._unknown.values()):
-            return True
-        said = {mark for marks in self._marks.values() for mark in marks}
-        return all(mark in said or any(each.says_among(mark) for each in said) for mark in set(_spoken(before)))
 
     def _counts(self, call: Call) -> bool:
         """Whether a call can be a conversation's last: one that neither sampled nor said anything leaves no trace."""

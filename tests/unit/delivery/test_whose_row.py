@@ -110,6 +110,31 @@ CASES: dict[str, tuple[Calls, list[dict[str, Any]], str | tuple[str, ...]]] = {
         DONE,
         ("unresolved_parent", "history_rewritten", *SEVERAL),
     ),
+    "the answer is an argument of a finish tool, and a sub-agent did and said the same": (
+        {
+            "m1": (None, [called("a")]),
+            "s1": (None, [called("b")]),
+            "s2": ("s1", [said("42")]),
+            "m2": ("m1", [{**called("c"), "name": "submit", "arguments": '{"answer": "42"}'}]),
+        },
+        [called("a"), result("a"), said("42")],
+        SEVERAL,
+    ),
+    "the answer is cut out of a script without blanks, and a sub-agent did and said the same": (
+        {
+            "m1": (None, [called("a")]),
+            "s1": (None, [called("b")]),
+            "s2": ("s1", [said("42")]),
+            "m2": ("m1", [said("答案是42。")]),
+        },
+        [called("a"), result("a"), said("42")],
+        SEVERAL,
+    ),
+    "a title call was cut inside its thought": (
+        {"t": (None, [thought("cut")]), "m1": (None, [called("a")]), "m2": ("m1", [said("Done.")])},
+        DONE,
+        "m2",
+    ),
     "one conversation": ({"m1": (None, [called("a")]), "m2": ("m1", [said("Done.")])}, DONE, "m2"),
     "other ends": (
         {
