@@ -392,7 +392,13 @@ def _is_among(words: str, text: str) -> bool:
 
     A number is not cut out of a longer one: 4 is not in 14.
     """
-    if words not in text:
-        return False
-    before, after = "(?<!\\d)" if words[:1].isdecimal() else "", "(?!\\d)" if words[-1:].isdecimal() else ""
-    return not (before or after) or re.search(before + re.escape(words) + after, text) is not None
+    at = text.find(words)
+    for _ in range(64):  # repeated without end such a text may hold anything, and is searched for seconds
+        if at < 0:
+            return False
+        before, after = text[max(0, at - 1) : at], text[at + len(words) : at + len(words) + 1]
+        longer_before = before.isdecimal() and words[:1].isdecimal()
+        if not longer_before and not (after.isdecimal() and words[-1:].isdecimal()):
+            return True
+        at = text.find(words, at + 1)
+    return True
