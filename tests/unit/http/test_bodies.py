@@ -114,7 +114,17 @@ def test_no_such_number_passes_and_nothing_is_taken_for_one(value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ['"\\ud800"', '{"\\udfff": 1}', "36893488147419103233", "9" * 4_300, "-" + "9" * 4_300, "-0.0", "1e308", "[" * 300 + "]" * 300]
+    "text",
+    [
+        '"\\ud800"',
+        '{"\\udfff": 1}',
+        "36893488147419103233",
+        "9" * 4_300,
+        "-" + "9" * 4_300,
+        "-0.0",
+        "1e308",
+        "[" * 300 + "]" * 300,
+    ],
 )
 def test_lone_surrogates_big_integers_and_deep_nesting_survive(text: str) -> None:
     value = decode_any(text.encode())
