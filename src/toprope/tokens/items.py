@@ -62,12 +62,13 @@ def item_digests(items: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(mark for item in items if (mark := _mark(item)) is not None)
 
 
-def said_by_all(items: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+def said_by_all(items: Iterable[Mapping[str, Any]], marks: Iterable[str]) -> tuple[str, ...]:
     """One digest for each item, in order, whoever wrote it: role and words, ids and other fields left out.
 
-    That of a model-authored item is the `content_of` its mark.
+    `marks` are the `item_digests` of `items`; the digest of a model-authored item is the `content_of` its mark.
     """
-    return tuple(_said_by(item) for item in items)
+    left = iter(marks)
+    return tuple([content_of(next(left)) if is_model_authored(item) else _said_by_other(item) for item in items])
 
 
 def is_mark(digest: str) -> bool:
@@ -75,10 +76,7 @@ def is_mark(digest: str) -> bool:
     return ":" in digest
 
 
-def _said_by(item: Mapping[str, Any]) -> str:
-    mark = _mark(item)
-    if mark is not None:
-        return content_of(mark)
+def _said_by_other(item: Mapping[str, Any]) -> str:
     return value_mark([_kind(item), item.get("role"), _said(item.get("content")), _said(item.get("output"))])
 
 

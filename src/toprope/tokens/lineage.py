@@ -154,7 +154,7 @@ class LineageHistory:
         # Only a request from before anything was sampled vouches for its items; a later one may hold a lost turn.
         if self.first_request_is_accounted_for(tuple(request_digests)):
             self._shown.append(CountedMarks(request_digests))
-        self._shown_turns.note_lost(items)
+        self._shown_turns.note_lost(items, request_digests)
 
     # -- questions ----------------------------------------------------------------------------------------------
 
@@ -332,12 +332,12 @@ def decide_asked(
             asked=asked,
         )
     if len(history) == 0 and history.first_request_is_accounted_for(asked.all()):
-        return _orphan(history, prompt, "root", FIRST_CALL, asked, shown_beginning(items) if asked.count else ())
+        return _orphan(history, prompt, "root", FIRST_CALL, asked, shown_beginning(items, asked.all()))
     found = history.candidates(prompt)
     if not found:
         marks = asked.all()
         if len(history) > 0 and history.was_shown(marks):
-            beginning = shown_beginning(items) if marks else ()
+            beginning = shown_beginning(items, marks)
             if history.begins_a_conversation(marks, prompt, beginning):
                 return _orphan(history, prompt, "root", CONTINUES_NOTHING, asked, beginning)
             return _orphan(history, prompt, "unresolved", UNRECORDED_TURN, asked)

@@ -18,18 +18,20 @@ from toprope.tokens.items import CountedMarks, MarkBags, is_mark, is_model_autho
 _INSTRUCTIONS = ("system", "developer")
 
 
-def shown_beginning(items: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def shown_beginning(items: Sequence[Mapping[str, Any]], marks: Sequence[str]) -> tuple[str, ...]:
     """What the items of a request say up to its last model-authored one, users' and tools' included.
 
-    Instructions at the very beginning are left out: a sub-agent has its own. Empty where nothing is model-authored.
+    `marks` are the `item_digests` of `items`. Instructions at the very beginning are left out: a sub-agent has its own.
+    Empty where nothing is model-authored.
     """
-    last = max((at for at, item in enumerate(items) if is_model_authored(item)), default=-1)
-    return _after_instructions(items[: last + 1])
+    last = next((at for at in reversed(range(len(items))) if is_model_authored(items[at])), -1) if marks else -1
+    return _after_instructions(items[: last + 1], marks)
 
 
-def _after_instructions(items: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+def _after_instructions(items: Sequence[Mapping[str, Any]], marks: Sequence[str]) -> tuple[str, ...]:
     first = next((at for at, item in enumerate(items) if item.get("role") not in _INSTRUCTIONS), len(items))
-    return said_by_all(items[first:])
+    skipped = sum(map(is_model_authored, items[:first]))  # a thought may carry any role
+    return said_by_all(items[first:], marks[skipped:])
 
 
 class ShownTurns:
@@ -51,9 +53,12 @@ class ShownTurns:
         self._prompts.setdefault(_digest(prompt), []).append(CountedMarks(marks))
         self._beginnings.add(beginning)
 
-    def note_lost(self, items: Sequence[Mapping[str, Any]]) -> None:
-        """A call with this request came to nothing; without items it may have been asked anything."""
-        self._lost.append(_after_instructions(items))
+    def note_lost(self, items: Sequence[Mapping[str, Any]], marks: Sequence[str]) -> None:
+        """A call with this request came to nothing; without items it may have been asked anything.
+
+        `marks` are the `item_digests` of `items`.
+        """
+        self._lost.append(_after_instructions(items, marks))
 
     def hold(self, marks: tuple[str, ...]) -> bool:
         """Whether all of `marks`, one at least, stand in the request of one root."""

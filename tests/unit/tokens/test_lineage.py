@@ -302,6 +302,18 @@ def test_a_lost_request_in_another_spelling_is_known_all_the_same() -> None:
     assert ask(history, ["u:eg", "a:ok", "u:on"], [9, 777, 4]).reason == "unrecorded_turn"
 
 
+@pytest.mark.promise("CP-9")
+def test_a_thought_among_the_instructions_is_left_out_with_them() -> None:
+    """Whoever's role it carries: what is said after it keeps its own digest."""
+    thought = {"type": "reasoning", "role": "system", "content": "be brief"}
+    history = LineageHistory()
+    record(history, "c1", [thought, *map(item, SHOTS), item("u:task")], [1, 2], [3], [item("a:x")])
+    lose(history, *SHOTS, "u:task")
+    again = decide(history, [thought, *map(item, SHOTS), item("u:sub")], [8])
+    assert again.reason == "continues_nothing"
+    assert again.beginning == decide(LineageHistory(), [*map(item, SHOTS)], [8]).beginning != ()
+
+
 def test_shown_turns_at_the_beginning_are_nobodys_reply_where_the_lost_call_was_shown_them() -> None:
     history = LineageHistory()
     record(history, "c1", [item("a:welcome"), item("u:task")], [1, 2], [3], [item("a:x")])

@@ -182,10 +182,15 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "a_lost_call_says_nothing_at_the_very_beginning": ("shown", "elsewhere = not is_mark(first)", "elsewhere = True"),
     "users_items_not_compared": (
         "shown",
-        "return said_by_all(items[first:])",
-        "return tuple(filter(is_mark, said_by_all(items[first:])))",
+        "return said_by_all(items[first:], marks[skipped:])",
+        "return tuple(filter(is_mark, said_by_all(items[first:], marks[skipped:])))",
     ),
-    "instructions_are_a_part_of_what_is_shown": ("shown", "said_by_all(items[first:])", "said_by_all(items)"),
+    "instructions_are_a_part_of_what_is_shown": (
+        "shown",
+        "said_by_all(items[first:], marks[skipped:])",
+        "said_by_all(items, marks)",
+    ),
+    "marks_of_instructions_are_those_of_what_follows": ("shown", "marks[skipped:]", "marks"),
     "the_task_is_a_part_of_what_is_shown": ("shown", "items[: last + 1]", "items"),
     "the_prompt_of_a_root_is_no_proof": ("shown", "in self._prompts.get(_digest(prompt), ()))", "in ())"),
     "the_prompt_of_a_root_vouches_for_all_it_may_hold": ("shown", "any(not bag.missing(marks) for", "any(True for"),
