@@ -17,6 +17,8 @@ CHECKS = {
     "tools": "forced calls, parsed by `hermes`, their ids kept",
     "token-in": "each later turn continues the sampled ids, `token_in: required`, no renderer",
     "tail": "what follows a turn is what the template writes there",
+    "head": "the next turn begins with the head that the request's settings gave the first: effort, template "
+    "variables, documents, a format, a forced tool, `tool_choice: none`",
     "off": "the same conversation with `token_in: off`",
     "recompute": "largest difference to logprobs recomputed by transformers, float32 (threshold 1e-3)",
     "dying": "an engine that dies of its first call",

@@ -246,19 +246,22 @@ SETTINGS = [
 
 
 @pytest.mark.promise("MS-12")
-async def test_the_next_turn_begins_with_the_head_that_the_settings_of_the_request_gave_the_first(house):
+async def test_the_next_turn_begins_with_the_head_that_the_settings_of_the_request_gave_the_first(
+    house, served, results
+):
     async with house(token_in="required") as here:
         for index, (settings, written) in enumerate(SETTINGS):
             messages = [{"role": "user", "content": "Hi."}]
-            said = await here.chat(messages, f"r{index}", **settings)
+            said = await here.chat(messages, f"r{index}", seed=index, **settings)
             answers = [{"role": "tool", "tool_call_id": c["id"], "content": "5"} for c in said.get("tool_calls") or ()]
             messages += [said, *answers, {"role": "user", "content": "And?"}]
-            await here.chat(messages, f"r{index}", **settings)
+            await here.chat(messages, f"r{index}", seed=index, **settings)
             head = f"<|im_start|>assistant\n{written}"
             ids = await here.engine._tokenize({"prompt": head, "add_special_tokens": False})
             prompts = [entry.prompt_token_ids.tolist() for entry in await here.entries(f"r{index}")]
             assert [prompt[-len(ids) :] for prompt in prompts] == [ids, ids]
         assert here.outcomes() == ["first", "exact"] * len(SETTINGS)
+        results.append({"check": "head", "model": served.model, "figure": f"{len(SETTINGS)} settings, 2 turns each"})
 
 
 def text_of(entry):
