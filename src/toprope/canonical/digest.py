@@ -14,9 +14,32 @@ from toprope.canonical.json import canonical
 _TOKENS_DOMAIN = b"nemo-gym-tokens"
 
 
+_LOCK_KEPT = 1984
+"""Bytes for which hashlib keeps the interpreter lock (it lets go from 2,048 on), in whole blocks of SHA-256."""
+_LONG = 65536
+
+
 def digest_bytes(data: bytes) -> str:
     """SHA-256 of `data` as 64 hex digits."""
-    return hashlib.sha256(data).hexdigest()
+    if len(data) <= _LOCK_KEPT:
+        return hashlib.sha256(data).hexdigest()
+    hashed = hashlib.sha256()
+    hash_on(hashed, data)
+    return hashed.hexdigest()
+
+
+def hash_on(hashed: Any, data: bytes | memoryview) -> None:
+    """Put `data` into a running SHA-256 without letting go of the interpreter lock, up to 64 KiB.
+
+    16 KB are hashed in 13 us. An event loop that lets go of the lock for them gets it back when another thread does
+    the same: 50 to 180 us later beside a store that writes.
+    """
+    if len(data) > _LONG:
+        hashed.update(data)
+        return
+    view = memoryview(data)
+    for at in range(0, len(view), _LOCK_KEPT):
+        hashed.update(view[at : at + _LOCK_KEPT])
 
 
 def digest_value(value: Any) -> str:

@@ -27,6 +27,7 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 import msgspec
 import numpy as np
 
+from toprope.canonical.digest import digest_bytes, hash_on
 from toprope.dialects.chat_history import items_from_messages
 from toprope.dialects.chat_request import request_from_chat
 from toprope.dialects.pivot import media_among
@@ -205,7 +206,7 @@ class RequestMemory(Generic[Carried]):
     def _whole(data: bytes, reader: Callable[[dict[str, Any]], ResponsesRequest]) -> ReadRequest[Carried]:
         body = read_object(data)
         request = reader(body)
-        return ReadRequest(request, hashlib.sha256(data).hexdigest(), media=media_among(request.input), body=body)
+        return ReadRequest(request, digest_bytes(data), media=media_among(request.input), body=body)
 
     def _first(self, form: _Form, place: tuple[str, str], data: bytes) -> ReadRequest[Carried]:
         """A plain reading, remembered where the fast parser reads it and its history is a list of objects."""
@@ -217,7 +218,8 @@ class RequestMemory(Generic[Carried]):
         except (msgspec.DecodeError, RecursionError, KeyError, BadRequest):
             return self._whole(data, lambda body: form.request(body, None))
         request, media = form.request(body, items), media_among(items)
-        hashed, carried = hashlib.sha256(memoryview(data)[:cut]), self._carry(None, items)
+        hashed, carried = hashlib.sha256(), self._carry(None, items)
+        hash_on(hashed, memoryview(data)[:cut])
         text = bytearray(memoryview(data)[:cut])
         known = _Known(text, start, cut, hashed, _Grown(entries), _Grown(items), tuple(open_calls), media, carried)
         self._remember(place, known)
@@ -243,7 +245,7 @@ class RequestMemory(Generic[Carried]):
         cut = end - known.start - len(stand_in) + known.cut
         new = memoryview(data)[known.cut : cut]
         hashed = known.hashed.copy()
-        hashed.update(new)
+        hash_on(hashed, new)
         known.text[known.cut :] = new
         now = _Known(
             known.text,
@@ -309,7 +311,7 @@ def _address(data: bytes | memoryview) -> int:
 def _and(hashed: Any, data: bytes, cut: int) -> str:
     """The digest of all of `data`; `hashed` is the hash of its first `cut` bytes and stays so."""
     whole = hashed.copy()
-    whole.update(memoryview(data)[cut:])
+    hash_on(whole, memoryview(data)[cut:])
     return str(whole.hexdigest())
 
 

@@ -110,7 +110,9 @@ class CountedMarks:
     def _count(self, mark: str) -> str:
         content, names = _split(mark)
         self._by_content[content] = self._by_content.get(content, 0) + 1
-        self._fields.update(each for each in names if each.startswith(_FIELD))
+        for each in names:
+            if each.startswith(_FIELD):
+                self._fields[each] += 1
         return content
 
     def missing(self, marks: Sequence[str]) -> tuple[str, ...]:

@@ -6,13 +6,13 @@ request that goes on from it may hold what it said in the very words of such a t
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from toprope.canonical.digest import digest_bytes
 from toprope.tokens.items import CountedMarks, MarkBags, is_mark, is_model_authored, said_by_all
 
 _INSTRUCTIONS = ("system", "developer")
@@ -40,7 +40,7 @@ class ShownTurns:
     def __init__(self) -> None:
         self._requests = MarkBags()
         self._beginnings: set[tuple[str, ...]] = set()
-        self._prompts: dict[bytes, list[CountedMarks]] = {}
+        self._prompts: dict[str, list[CountedMarks]] = {}
         self._lost: list[tuple[str, ...]] = []
 
     @property
@@ -85,5 +85,5 @@ class ShownTurns:
         return all(each and (each[:size] == beginning or (elsewhere and first not in each)) for each in self._lost)
 
 
-def _digest(prompt: NDArray[np.uint32]) -> bytes:
-    return hashlib.sha256(np.ascontiguousarray(prompt).data).digest()
+def _digest(prompt: NDArray[np.uint32]) -> str:
+    return digest_bytes(prompt.tobytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import string
 
@@ -121,3 +122,21 @@ def test_minted_ids_are_unique_and_call_ids_sort_by_time() -> None:
     sessions = {mint_session_id()[2:] for _ in range(2000)} | {mint_close_token() for _ in range(2000)}
     assert len(sessions) == 4000
     assert all(len(value) >= 32 for value in sessions)
+
+
+def test_call_ids_differ_in_a_forked_child_and_whatever_a_program_seeds() -> None:
+    """The random digits alone, since both may be minted in one millisecond."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.write(writer, mint_model_call_id().encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(reader, 100).decode()[17:] != mint_model_call_id()[17:]
+    os.close(reader)
+    os.close(writer)
+    tails = set()
+    for _ in range(2):
+        random.seed(7)
+        tails.add(mint_model_call_id()[17:])
+    assert len(tails) == 2
