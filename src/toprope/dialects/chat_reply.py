@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toprope.dialects.chat_parts import plain_text, reasoning_text, text_part
+from toprope.dialects.chat_parts import Part, parts_from_chat, plain_text, reasoning_text, text_part
 from toprope.dialects.chat_turn import call_to_chat, items_from_assistant
 from toprope.dialects.pivot import CALLS, PivotReply
 from toprope.wire.chat import FINISH_REASONS, Said
@@ -22,16 +22,34 @@ def output_from_chat(message: Mapping[str, Any], call_id: str, order: Sequence[S
     if not order:
         return tuple(items)
     messages = [item for item in items if item["type"] == "message"]
-    whole = messages[0] if messages else {"type": "message", "role": "assistant"}
-    calls = iter([item for item in items if item["type"] not in ("message", "reasoning")])
-    said = tuple(next(calls) if kind == "function_call" else _said(kind, text, whole) for kind, text in order)
-    return said if any(kind == "message" for kind, _ in order) else (*said, *messages)
+    calls = [item for item in items if item["type"] not in ("message", "reasoning")]
+    first = sum(kind == "function_call" for kind, _ in order)  # those among the parts stand after them in a message
+    next_of = {"function_call": iter(calls[:first]), "part_call": iter(calls[first:])}
+    said: list[Item] = []
+    for kind, told in order:
+        if kind in next_of:
+            said.append(next(next_of[kind]))
+        elif kind == "reasoning":
+            said.append({"type": "reasoning", "summary": [], "content": [text_part(told, "reasoning_text")]})
+        else:
+            if not said or said[-1]["type"] != "message":
+                said.append({"type": "message", "role": "assistant", "content": []})
+            said[-1]["content"] += _parts(kind, told)
+    return _with_fields(said, messages)
 
 
-def _said(kind: str, text: str, whole: Item) -> Item:
-    if kind == "reasoning":
-        return {"type": "reasoning", "summary": [], "content": [text_part(text, "reasoning_text")]}
-    return {**whole, "content": [text_part(text, "output_text")]}
+def _parts(kind: str, told: Any) -> list[Part]:
+    if kind == "refusal":
+        return [{"type": "refusal", "refusal": told}]
+    return parts_from_chat([told], "output_text", "choices[0].message.content")
+
+
+def _with_fields(said: Sequence[Item], messages: Sequence[Item]) -> tuple[Item, ...]:
+    """What was said, with the fields of the message that nobody reads on its last text: the one that left last."""
+    last = max((at for at, item in enumerate(said) if item["type"] == "message"), default=None)
+    if last is None or not messages:
+        return (*said, *messages)
+    return (*said[:last], {**messages[0], "content": said[last]["content"]}, *said[last + 1 :])
 
 
 def finish_from_chat(reason: str | None, output: Sequence[Item]) -> FinishReason:

@@ -47,11 +47,16 @@ class GrowingText:
 
 @dataclass(slots=True)
 class GrowingPiece:
-    """A run of text or of thought, ended when anything else begins; `unsent` is what no delta carried yet."""
+    """A run of text or of thought, ended when anything else begins; `unsent` is what no delta carried yet.
+
+    `kind` is `message` or `reasoning`, or for what no delta tells and the finish makes up `refusal`, `blocks` (thoughts
+    in them), `parts` (of a content, with the texts after them) or `legacy` (the older spelling of a call).
+    """
 
     kind: str
     text: GrowingText = field(default_factory=GrowingText)
     unsent: str = ""
+    parts: list[Any] = field(default_factory=list)
 
     def news(self, at: int) -> list[Delta]:
         said, self.unsent = self.unsent, ""

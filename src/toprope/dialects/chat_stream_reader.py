@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
 from typing import Any
 
 import msgspec
@@ -21,6 +20,8 @@ from numpy.typing import NDArray
 
 from toprope.dialects.chat_history import argument_text
 from toprope.dialects.chat_stream_items import GrowingCall, GrowingPiece, GrowingText, given_id, joined
+from toprope.dialects.chat_stream_order import in_usual_order, order_of, parts_of
+from toprope.dialects.chat_turn import thoughts_among
 from toprope.dialects.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from toprope.wire.chat import THOUGHT_FIELDS, BadChatReply, ChatReply, Said, read_chat_object
 from toprope.wire.chat_chunk import DECODERS, Decode, TokenLogprob
@@ -32,8 +33,6 @@ _SAME = ("id", "model", "created")
 _TOLD_ELSEWHERE = ("choices", "object")
 _TEXTS = frozenset((*THOUGHT_FIELDS, "refusal"))
 _READ = _TEXTS | {"role", "content", "tool_calls"}
-_RANK = {"reasoning": 0, "message": 1, "function_call": 2}
-"""The order of a message's items where nothing else is said."""
 
 
 class ChatStreamReader:
@@ -55,7 +54,7 @@ class ChatStreamReader:
         self._blank = ""
         self._has_text = False
         self._at = 0
-        self._mute = self._unordered = False
+        self._mute = False
         self._begun = False
         self._prompt: Any = None
         self._fault: str | None = None
@@ -178,10 +177,7 @@ class ChatStreamReader:
         return np.array(values, dtype=np.float64) if set(map(type, values)) == {float} else None
 
     def _order(self) -> tuple[Said, ...]:
-        ranks = [_RANK[each.kind] for each in self._line]
-        if self._unordered or ranks == sorted(ranks):
-            return ()
-        return tuple((each.kind, each.text.whole() if isinstance(each, GrowingPiece) else "") for each in self._line)
+        return () if in_usual_order(self._line) else order_of(self._line, self._whole_message())
 
     def _same_prompt(self, ids: Any) -> None:
         if not ids:
@@ -227,7 +223,7 @@ class ChatStreamReader:
         if isinstance(delta.get("refusal"), str):
             self._text("refusal").add(delta["refusal"])
             if delta["refusal"]:
-                self._mute = self._unordered = True  # it shares an item with the text, and its place
+                self._held("refusal").text.add(delta["refusal"])
         pieces = delta.get("tool_calls")
         for piece in pieces if isinstance(pieces, list) else ():
             if isinstance(piece, dict):
@@ -236,15 +232,22 @@ class ChatStreamReader:
             self._message["role"] = delta["role"]
         for name, value in delta.items():
             if value is not None and (name not in _READ or (name in _TEXTS and not isinstance(value, str))):
-                if name == "function_call" or (name == "thinking_blocks" and not self._has_said("reasoning")):
-                    self._unordered = True
-                    self._mute = self._mute or not self._line
+                if (
+                    name == "function_call"
+                    and isinstance(value, dict)
+                    and not (self._calls or self._has_said("legacy"))
+                ):
+                    self._held("legacy")
                 self._message[name] = joined(self._message[name], value) if name in self._message else value
         return self._news()
 
     def _has_said(self, kind: str) -> bool:
-        """Whether something of this kind came; thoughts that stand in blocks too are said by then."""
         return any(each.kind == kind for each in self._line)
+
+    def _held(self, kind: str) -> GrowingPiece:
+        """The open piece of a kind that no delta tells: it keeps its place, and all from it on waits for the finish."""
+        self._mute = True
+        return self._piece(kind)
 
     def _take_thought(self, delta: Mapping[str, Any]) -> None:
         """The thought: what a chunk says under both of its names is said once, all else in the order in which it came.
@@ -261,6 +264,9 @@ class ChatStreamReader:
             self._fault = self._fault or "no_token_ids: one chunk has two thoughts under two names"
         for name in said:
             self._say("reasoning", delta[name])
+        blocks = delta.get("thinking_blocks")
+        if isinstance(blocks, list) and not self._has_said("reasoning") and (thought := thoughts_among(blocks)):
+            self._held("blocks").text.add(thought)  # which the fields may still tell too
 
     def _told_twice(self) -> str | None:
         """The fault of a thought of which nobody knows whether its second name goes on with it or says it again."""
@@ -272,28 +278,37 @@ class ChatStreamReader:
         return "no_token_ids: the thought came under two names, and the second may go on with it or say it again"
 
     def _take_content(self, content: Any) -> None:
-        if isinstance(content, list):  # parts, as some providers stream thoughts: kept, not emitted
+        if isinstance(content, list) and content:  # parts, as some providers stream thoughts: kept, not emitted
             self._parts += content
-            self._mute = self._unordered = True
+            self._held("parts").parts += content
         if not isinstance(content, str):
             return
         if self._parts and content:  # after parts it is one of them: what stood before is the first
             self._parts.append(content)
+            self._held("parts").parts.append(content)
             return
         self._has_text = self._has_text or not self._calls
-        if self._line and isinstance(self._line[-1], GrowingCall):  # a parser's white space between calls is no text
+        if self._line and self._line[-1].kind in (
+            "function_call",
+            "legacy",
+        ):  # a parser's white space between calls is no text
             self._blank += content
             content = "" if self._blank.isspace() else self._blank
         if content:
             self._say("message", content)
 
     def _say(self, kind: str, text: str) -> None:
+        piece = self._piece(kind)
+        piece.unsent += piece.text.add(text)
+
+    def _piece(self, kind: str) -> GrowingPiece:
+        """The last piece where it is of this kind, else one that begins now."""
         last = self._line[-1] if self._line else None
         if not isinstance(last, GrowingPiece) or last.kind != kind:
             self._end(last)
             last = GrowingPiece(kind)
             self._line.append(last)
-        last.unsent += last.text.add(text)
+        return last
 
     def _end(self, last: GrowingPiece | GrowingCall | None) -> None:
         """Something else begins: nothing more comes of what stood last, the other half of a character neither."""
@@ -375,19 +390,13 @@ class ChatStreamReader:
             message["content"] = "".join(texts)
         if self._parts:
             text = [{"type": "text", "text": message["content"]}] if message["content"] else []
-            message["content"] = text + _parts_of(self._parts)
+            kinds = [each.kind for each in self._line]
+            if "reasoning" in kinds[: kinds.index("parts")]:
+                del message["content"]  # the thought of a field left before those among the parts: so they are read
+            message["content"] = text + parts_of(self._parts)
         if self._calls:
             message["tool_calls"] = [call.whole() for call in self._calls]
         return message
-
-
-def _parts_of(told: list[Any]) -> list[Any]:
-    """Parts in the order in which they came; the texts between them, which came in pieces, each as one."""
-    parts: list[Any] = []
-    for is_text, run in groupby(told, lambda each: isinstance(each, str)):
-        these = list(run)
-        parts += [{"type": "text", "text": "".join(these)}] if is_text else these
-    return parts
 
 
 def _entry(told: Any) -> Any:

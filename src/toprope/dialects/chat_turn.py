@@ -59,7 +59,7 @@ def read_turn(message: Mapping[str, Any], where: str, id_seed: str) -> tuple[lis
         items.append({"type": "reasoning", "summary": [], "content": [text]})
     calls = _calls(message, odd, where, id_seed)
     content = parts_from_chat(plain, "output_text", f"{where}.content")
-    if isinstance(message.get("refusal"), str):
+    if isinstance(message.get("refusal"), str) and message["refusal"]:
         content.append({"type": "refusal", "refusal": message["refusal"]})
     rest = {k: v for k, v in message.items() if v is not None and not _is_read(k, v, calls)}
     if blocks := _sealed_blocks(message.get("thinking_blocks")):
@@ -104,7 +104,7 @@ def _thought(message: Mapping[str, Any]) -> str:
     if said := thought_of_message(message):
         return said
     blocks = message.get("thinking_blocks")
-    return _thoughts_among(blocks) if isinstance(blocks, list) else ""
+    return thoughts_among(blocks) if isinstance(blocks, list) else ""
 
 
 def _sealed_blocks(blocks: Any) -> list[Any]:
@@ -145,11 +145,12 @@ def thought_of_message(message: Mapping[str, Any]) -> str:
         if name in THOUGHT_FIELDS and isinstance(value, str):
             texts[value] = None
         elif name == "content" and isinstance(value, list):
-            texts[_thoughts_among(value)] = None
+            texts[thoughts_among(value)] = None
     return "".join(texts)
 
 
-def _thoughts_among(parts: Iterable[Any]) -> str:
+def thoughts_among(parts: Iterable[Any]) -> str:
+    """The thoughts among parts of a content, or among blocks, as one text."""
     thoughts = (part for part in parts if isinstance(part, dict) and part.get("type") in THOUGHT_PARTS)
     return "".join(thought_of_part(part) or "" for part in thoughts)
 

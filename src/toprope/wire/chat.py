@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from toprope.canonical.json import NotJson, check_finite
 from toprope.wire.responses import TOKEN_FIELDS, FinishReason, Usage
 
-Said: TypeAlias = tuple[str, str]
-"""An output item as a stream said it: its kind, and its text where that is a thought or a message's."""
+Said: TypeAlias = tuple[str, Any]
+"""What a stream said: `reasoning`, `message` or `refusal` with its text, `message` with a part of the content as it
+came, `function_call` (the next one) or `part_call` (the next one of those that stand among the parts)."""
 
 FINISH_REASONS: Mapping[str | None, FinishReason] = {
     "stop": "stop",

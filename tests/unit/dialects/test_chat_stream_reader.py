@@ -387,8 +387,8 @@ def test_content_in_parts_is_in_the_reply_in_whatever_order_the_rest_came():
     for delta in ({"tool_calls": [ADD]}, {"content": "late"}, {"content": [{"type": "text", "text": "part"}]}):
         reader.feed(_chunk(delta))
     reply = reader.reply()
-    message = output_from_chat(reply.message, "r1", reply.order)[0]
-    assert [part["text"] for part in message["content"]] == ["late", "part"]
+    call, message = output_from_chat(reply.message, "r1", reply.order)
+    assert (call["call_id"], [part["text"] for part in message["content"]]) == ("c1", ["late", "part"])
 
 
 def test_who_answers_is_said_once_and_what_else_is_said_of_the_reply_last():

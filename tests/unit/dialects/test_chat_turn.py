@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.campaigns import campaign
 from tests.unit.dialects.odd_turns import DETAILS, SIGNED, TURNS, add, custom, of_call, thinking
+from tests.unit.dialects.upstream_streams import said
 
 from toprope.dialects.chat_history import items_from_messages, messages_from_items
 from toprope.dialects.chat_reply import chat_message, chat_reply, finish_from_chat, output_from_chat
@@ -312,3 +314,95 @@ def test_thoughts_between_texts_and_calls_with_their_blocks_beside_them_stay_whe
 
 
 _AS_SAID = ["reasoning", "message", "reasoning", "function_call"]
+
+
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+@pytest.mark.parametrize(
+    ("deltas", "kinds"),
+    [
+        ([{"refusal": "n"}, {"refusal": "o"}], [*"mrm"]),
+        ([{"function_call": {"name": "add", "arguments": ""}}, {"function_call": {"arguments": "{}"}}], [*"mrf"]),
+        ([{"refusal": "no"}, {"reasoning": "hm"}, {"content": "y"}, of_call(add())], [*"mrmrmf"]),
+        ([{"refusal": "no"}, {"content": "y"}], [*"mrm"]),
+        ([{"content": [{"type": "text", "text": "y"}]}, {"content": "z"}, of_call(add())], [*"mrmf"]),
+        ([{"content": [thinking("b")]}, {"content": "y"}], [*"mrm"]),  # the thought of its fields once more
+        ([{"content": [thinking("so")]}, {"content": [{"type": "tool_use", "id": "c", "name": "f"}]}], [*"mrrf"]),
+    ],
+    ids=["a refusal", "an old call", "more after it", "text after it", "parts", "a thought again", "odd parts"],
+)
+def test_what_comes_after_a_thought_after_a_text_stays_where_it_was_said(dialect, deltas, kinds):
+    events, end = streamed(
+        dialect, [{"content": "x"}, {"reasoning": "b"}, *deltas]
+    )  # raises if that is a contradiction
+    assert events
+    if dialect != "chat":
+        assert [item["type"][0] for item in end.output] == kinds
+    assert _words(end.output, "text")[1].startswith("x")
+    assert "no" in _words(end.output, "refusal")[1] or "refusal" not in str(deltas)
+
+
+def test_a_refusal_after_a_call_does_not_cut_and_an_empty_one_is_none():
+    for dialect in ("chat", "responses", "messages"):
+        _, end = streamed(dialect, [{"content": "x", "refusal": ""}, of_call(add()), {"refusal": ""}])
+        assert [item["type"] for item in end.output] == ["message", "function_call"]
+        assert len(end.output[0]["content"]) == 1
+        _, end = streamed(dialect, [{"content": "x"}, of_call(add()), {"refusal": "no"}])
+        assert sum("refusal" in str(item) for item in end.output) == 1
+
+
+def test_the_older_spelling_of_a_call_beside_the_newer_is_no_second_call():
+    old = {"function_call": add()["function"]}
+    for deltas in (
+        [of_call(add()), old],
+        [old, of_call(add())],
+        [{"content": "x"}, old, {"reasoning": "b"}, of_call(add())],
+    ):
+        for dialect in ("chat", "responses", "messages"):
+            _, end = streamed(dialect, deltas)
+            assert sum(item["type"] == "function_call" for item in end.output) == 1
+
+
+def test_fields_of_a_message_stand_on_one_of_its_texts():
+    _, end = streamed("responses", [{"content": "x"}, of_call(add()), {"content": "y"}, DETAILS])
+    assert ["reasoning_details" in item for item in end.output] == [False, False, True]
+
+
+_PLACE = {"reasoning": 0, "thinking_blocks": 0, "thought_parts": 0, "tool_calls": 2, "function_call": 2}
+
+
+@pytest.mark.promise("MS-1")
+@pytest.mark.parametrize("seeds", campaign(1500, 20_000))
+def test_random_streams_are_cut_in_no_dialect_and_say_what_the_plain_reply_does(seeds):
+    usual = 0
+    for seed in range(seeds):
+        script = said(seed)
+        plain = pivot(script.message).output
+        _, reply = read(script.deltas)
+        assert pivot(reply.message).output == plain, seed
+        places = [_PLACE.get(kind, 1) for kind, _ in script.runs]
+        if places == sorted(places):
+            usual += 1
+            assert pivot(reply.message, reply.order).output == plain, seed
+        for dialect in ("chat", "responses", "messages"):
+            _, end = streamed(dialect, script.deltas)  # raises where what was sent contradicts the end
+            assert sorted(item["type"] for item in end.output if item["type"] == "function_call") == [
+                "function_call" for item in plain if item["type"] == "function_call"
+            ]
+            for kind in ("text", "refusal"):
+                (thought, text), (plain_thought, plain_text) = _words(end.output, kind), _words(plain, kind)
+                assert text == plain_text, seed
+                assert sorted(thought) == sorted(plain_thought), seed  # a message has those of its parts last
+    assert seeds / 3 < usual < seeds
+
+
+def _words(output, kind):
+    """All thoughts, then all other texts of a kind of part."""
+    return [
+        "".join(
+            part[kind]
+            for item in output
+            for part in item.get("content") or ()
+            if part.get(kind) and thought == (item["type"] == "reasoning")
+        )
+        for thought in (True, False)
+    ]
