@@ -68,10 +68,12 @@ def _turn_of_history(message: Mapping[str, Any], where: str, *, id_seed: str) ->
     An upstream that speaks Chat gets those fields as they are, so that lineage must see them: a client may keep what
     was sampled in any of them. A field that says again what the items say is left out; programs add such copies.
     """
-    turn, _ = read_turn(message, where, id_seed)
+    turn, rest = read_turn(message, where, id_seed)
     if not may_hold_more(message):
         return turn
     unread = unread_of(message, turn)
+    if "annotations" not in rest:
+        unread.pop("annotations", None)  # they stand on the text
     turn = without_copies(turn)
     place = next((at for at, item in enumerate(turn) if item["type"] == "message"), None)
     if place is not None:

@@ -64,17 +64,65 @@ def _part_from_chat(raw: Any, text_type: str, where: str) -> Part:
         return text_part(raw, text_type)
     part = _check_part(raw, where)
     kind = part.get("type")
-    if kind in ("text", "input_text", "output_text") or (kind is None and isinstance(part.get("text"), str)):
-        return {**part, **text_part(part.get("text") or "", text_type)}
+    if is_text(part):
+        told = part.get("annotations")
+        text = {**part, **text_part(part.get("text") or "", text_type)}
+        return {**text, "annotations": told} if told and isinstance(told, list) else text
     if kind == "image_url":
         image = part.get("image_url")
         inner = image if isinstance(image, dict) else {"url": image}
+        if not inner.keys() <= {"url", "detail"}:
+            return part  # the other form has no place for more
         rest = {k: v for k, v in part.items() if k not in ("type", "image_url")}
         return {"type": "input_image", "image_url": inner.get("url"), "detail": inner.get("detail") or "auto", **rest}
     if kind == "file" and isinstance(part.get("file"), dict):
         rest = {k: v for k, v in part.items() if k not in ("type", "file")}
         return {"type": "input_file", **part["file"], **rest}
     return part
+
+
+def is_text(part: Mapping[str, Any]) -> bool:
+    """Whether a part of a message is text, in either spelling."""
+    kind = part.get("type")
+    return kind in ("text", "input_text", "output_text") or (kind is None and isinstance(part.get("text"), str))
+
+
+def is_text_alone(part: Any) -> bool:
+    """Whether a part says no more than a string would."""
+    return (
+        isinstance(part, dict) and part.keys() == {"type", "text"} and is_text(part) and isinstance(part["text"], str)
+    )
+
+
+def reply_part(part: Any) -> Part:
+    """A part of a reply's content in Chat's spelling, with all that it has."""
+    told = part.get("annotations") if isinstance(part, dict) else None
+    return {**_part_to_chat(part), "annotations": told} if told else _part_to_chat(part)
+
+
+_CITATION = {"url": str, "title": str, "start_index": int, "end_index": int}
+"""What a reader of Responses demands of a citation."""
+
+
+def annotations_from_chat(told: Any) -> list[Part]:
+    """The annotations of a Chat message as those of an `output_text` part; none unless each has a form there that can
+    be turned back."""
+    flat: list[Part] = []
+    for each in told if isinstance(told, list) else ():
+        inner = each.get("url_citation") if isinstance(each, dict) else None
+        if not isinstance(inner, dict) or each.keys() != {"type", "url_citation"} or "type" in inner:
+            return []
+        if each["type"] != "url_citation" or any(type(inner.get(name)) is not form for name, form in _CITATION.items()):
+            return []
+        flat.append({"type": "url_citation", **inner})
+    return flat
+
+
+def annotation_to_chat(told: Any) -> Any:
+    """An annotation of a part as a Chat message has it."""
+    if not isinstance(told, dict) or told.get("type") != "url_citation" or "url_citation" in told:
+        return told
+    return {"type": "url_citation", "url_citation": {k: v for k, v in told.items() if k != "type"}}
 
 
 def content_to_chat(content: Any) -> str | list[Part]:

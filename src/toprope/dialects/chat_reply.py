@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toprope.dialects.chat_parts import Part, parts_from_chat, plain_text, reasoning_text, text_part
+from toprope.dialects.chat_parts import (
+    Part,
+    annotation_to_chat,
+    is_text,
+    parts_from_chat,
+    reasoning_text,
+    reply_part,
+    text_part,
+)
 from toprope.dialects.chat_turn import call_to_chat, items_from_assistant
 from toprope.dialects.pivot import CALLS, PivotReply
 from toprope.wire.chat import FINISH_REASONS, Said
@@ -66,11 +74,13 @@ def finish_from_chat(reason: str | None, output: Sequence[Item]) -> FinishReason
 def chat_message(output: Sequence[Item]) -> dict[str, Any]:
     """Output items as one assistant message. Fields of a message or a call that Responses does not know are kept.
 
-    Empty text is null beside a thought or calls.
+    Empty text is null beside a thought or calls. The content is a string, or where a part is no text the list of parts.
     """
     text: str | None = None
     thought = ""
     refusal: str | None = None
+    odd = False
+    annotations: list[Any] = []
     calls: list[dict[str, Any]] = []
     rest: dict[str, Any] = {}
     for item in output:
@@ -78,13 +88,17 @@ def chat_message(output: Sequence[Item]) -> dict[str, Any]:
         if kind == "reasoning":
             thought += reasoning_text(item)
         elif kind == "message":
-            parts = item.get("content") or []
-            refusals = [p["refusal"] for p in parts if isinstance(p, dict) and p.get("type") == "refusal"]
-            if refusals:
-                refusal = (refusal or "") + "".join(refusals)
-            if len(refusals) < len(parts):
-                said = [p for p in parts if not (isinstance(p, dict) and p.get("type") == "refusal")]
-                text = (text or "") + plain_text(said)
+            content = item.get("content") or ()
+            for part in (content,) if isinstance(content, str) else content:
+                if type(part) is not dict:
+                    text = (text or "") + part
+                elif part.get("type") == "refusal":
+                    refusal = (refusal or "") + part["refusal"]
+                else:
+                    said, marks = part.get("text"), part.get("annotations")
+                    odd = odd or not is_text(part)
+                    text = (text or "") + (said if type(said) is str else "")
+                    annotations += marks or ()
             rest.update({k: v for k, v in item.items() if k not in _ITEM_FIELDS})
         elif kind in CALLS:
             call = call_to_chat(item)
@@ -95,11 +109,22 @@ def chat_message(output: Sequence[Item]) -> dict[str, Any]:
         "content": text or (None if thought or calls else text),
         "refusal": rest.get("refusal") if refusal is None else refusal,
     }
+    if odd:
+        message["content"] = _content(output)
+    elif annotations:
+        message["annotations"] = [annotation_to_chat(each) for each in annotations]
     if thought:
         message["reasoning_content"] = thought
     if calls:
         message["tool_calls"] = calls
     return {**rest, **message}
+
+
+def _content(output: Sequence[Item]) -> list[Part]:
+    """The content in parts, without refusals, which have a field of their own."""
+    contents = [item.get("content") for item in output if item.get("type") == "message"]
+    parts = [part for content in contents for part in parts_from_chat(content, "output_text", "content")]
+    return [reply_part(part) for part in parts if part.get("type") != "refusal"]
 
 
 def chat_reply(reply: PivotReply) -> dict[str, Any]:

@@ -209,8 +209,13 @@ def joined(old: Any, new: Any) -> Any:
     if isinstance(old, list) and isinstance(new, list):
         return old + new
     if isinstance(old, dict) and isinstance(new, dict):
-        return {**old, **{name: joined(old[name], value) if name in old else value for name, value in new.items()}}
+        return {**old, **{name: _joined_field(name, old.get(name), value) for name, value in new.items()}}
     return new
+
+
+def _joined_field(name: str, old: Any, new: Any) -> Any:
+    again = name in ("id", "type") and old == new  # what it is, said once more
+    return new if old is None or again else joined(old, new)
 
 
 def given_id(piece: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from toprope.dialects.chat_history import argument_text
+from toprope.dialects.chat_parts import is_text_alone
 from toprope.dialects.chat_stream_items import GrowingCall, GrowingPiece, GrowingText, given_id, joined
 from toprope.dialects.chat_stream_order import in_usual_order, order_of, parts_of
 from toprope.dialects.chat_turn import thoughts_among
@@ -278,6 +279,8 @@ class ChatStreamReader:
         return "no_token_ids: the thought came under two names, and the second may go on with it or say it again"
 
     def _take_content(self, content: Any) -> None:
+        if isinstance(content, list) and len(content) == 1 and is_text_alone(content[0]):
+            content = content[0]["text"]
         if isinstance(content, list) and content:  # parts, as some providers stream thoughts: kept, not emitted
             self._parts += content
             self._held("parts").parts += content

@@ -14,6 +14,7 @@ from toprope.canonical.json import NotJson, dumps
 from toprope.dialects.chat_parts import (
     CALL_PARTS,
     THOUGHT_PARTS,
+    annotations_from_chat,
     is_foreign,
     parts_from_chat,
     thought_of_part,
@@ -62,6 +63,9 @@ def read_turn(message: Mapping[str, Any], where: str, id_seed: str) -> tuple[lis
     if isinstance(message.get("refusal"), str) and message["refusal"]:
         content.append({"type": "refusal", "refusal": message["refusal"]})
     rest = {k: v for k, v in message.items() if v is not None and not _is_read(k, v, calls)}
+    if isinstance(raw_content, str) and raw_content and (flat := annotations_from_chat(rest.get("annotations"))):
+        content[0]["annotations"] = flat
+        del rest["annotations"]
     if blocks := _sealed_blocks(message.get("thinking_blocks")):
         rest["thinking_blocks"] = blocks
     if any(_says_something(part) for part in content) or not (items or calls):

@@ -209,6 +209,14 @@ RULES: tuple[Rule, ...] = (
         "dropped",
         why="only their provider can read them",
     ),
+    Rule(
+        "chat reply -> pivot",
+        "message.annotations, each a whole url_citation",
+        "folded",
+        "output_text.annotations",
+        "of any other form, or beside content in parts, they stay on the message",
+    ),
+    Rule("chat reply -> pivot", "message.refusal, where it is empty", "dropped", why="it refuses nothing"),
     Rule("chat reply -> pivot", "message.tool_calls of type custom", "folded", "custom_tool_call items"),
     Rule(
         "chat reply -> pivot",
@@ -226,8 +234,15 @@ RULES: tuple[Rule, ...] = (
     Rule("pivot -> chat reply", "custom_tool_call item", "folded", "message.tool_calls of type custom"),
     Rule("pivot -> chat reply", "a second text or thought", "folded", "the same string"),
     Rule("pivot -> chat reply", "empty text beside a thought or calls", "folded", "null"),
-    Rule("pivot -> chat reply", "parts that are no text or refusal", "dropped", why="content is one string"),
-    Rule("pivot -> chat reply", "fields of a part, annotations", "dropped", why="content is one string"),
+    Rule(
+        "pivot -> chat reply",
+        "parts that are no text or refusal",
+        "folded",
+        "message.content, a list then",
+        "in a stream of which text left as a string the list is `content_parts` of the last delta",
+    ),
+    Rule("pivot -> chat reply", "annotations of a text", "folded", "message.annotations", "or on its part in a list"),
+    Rule("pivot -> chat reply", "other fields of a text", "dropped", why="content is one string, where all is text"),
     Rule("pivot -> chat reply", "fields of a thought beside its text", "dropped", why="it is one string"),
     Rule("pivot -> chat reply", "items of kinds we do not know", "dropped", why="in the call's record"),
     Rule("pivot -> responses reply", "finish reason length, content_filter", "folded", "status incomplete"),
@@ -252,7 +267,24 @@ RULES: tuple[Rule, ...] = (
     Rule("pivot -> messages reply", "empty text", "dropped", why="the API refuses empty blocks"),
     Rule("pivot -> messages reply", "several text parts of one message", "folded", "one text block"),
     Rule("pivot -> messages reply", "item ids and statuses", "dropped", why="blocks have none"),
-    Rule("pivot -> messages reply", "fields of a message or a call we do not know", "dropped", why="blocks are strict"),
+    Rule(
+        "pivot -> messages reply",
+        "fields of a message or a call we do not know (images, audio)",
+        "dropped",
+        why="blocks are strict; in the call's record",
+    ),
+    Rule(
+        "pivot -> messages reply",
+        "parts that are no text or refusal",
+        "dropped",
+        why="no block of a reply holds an image or sound; in the call's record",
+    ),
+    Rule(
+        "pivot -> messages reply",
+        "annotations of a text",
+        "dropped",
+        why="a citation there holds its provider's own index; in the call's record",
+    ),
     Rule("pivot -> messages reply", "items of kinds we do not know", "dropped", why="in the call's record"),
     Rule("pivot -> messages reply", "unknown token counts", "folded", "0", "clients demand integers"),
     Rule("pivot -> messages reply", "system_fingerprint, service_tier", "dropped", why="a message has none"),
@@ -283,7 +315,8 @@ def render_table() -> str:
         "explicit nulls excepted: a null is an absent field. Tool-call argument strings keep their bytes on every way.",
         "The pivot is the Responses form; an upstream that speaks Chat gets a Chat client's own body, cleaned, and",
         "otherwise what `pivot -> chat` makes. What a call lost (`tools.web_search`, `items.compaction`,",
-        "`items.message.input_image`) stands in its model-call record.",
+        "`items.message.input_image`) stands in its model-call record; what of its reply a Messages client is not told",
+        "(`reply.message.images`, `reply.message.annotations`) stands there too.",
     ]
     for way in dict.fromkeys(rule.way for rule in RULES):
         lines += ["", f"## {way}", "", "| field | what becomes of it | why |", "| --- | --- | --- |"]

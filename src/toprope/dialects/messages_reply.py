@@ -7,13 +7,15 @@ restores it (`messages_arguments`). Left to others: events (`stream_messages`).
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from toprope.canonical.json import NotJson, loads
-from toprope.dialects.chat_parts import plain_text, reasoning_text
+from toprope.dialects.chat_parts import is_text, plain_text, reasoning_text
+from toprope.dialects.losses import loss_name
 from toprope.dialects.pivot import CALLS, PivotReply
 from toprope.wire.fields import write_object
+from toprope.wire.message_fields import says_something
 from toprope.wire.messages import Block, StopReason
 from toprope.wire.responses import FinishReason, Item, Usage
 
@@ -66,6 +68,37 @@ def blocks_from_items(output: Sequence[Item]) -> list[Block]:
         elif kind in CALLS:
             blocks.append(tool_block(item, arguments_object(arguments_of(item))))
     return blocks
+
+
+_CARRIED: Mapping[str, frozenset[str]] = {
+    "message": frozenset(("type", "id", "status", "role", "content", "phase")),
+    "function_call": frozenset(("type", "id", "status", "call_id", "name", "arguments")),
+    "custom_tool_call": frozenset(("type", "id", "status", "call_id", "name", "input")),
+}
+
+
+def lost_in_messages(output: Sequence[Item]) -> tuple[str, ...]:
+    """What of a reply a Messages client is not told, each name once: `reply.<kind of item>`, or what of the item:
+    `reply.message.images`, `reply.message.input_image` (a part), `reply.message.annotations` (those of a text)."""
+    lost: dict[str, None] = {}
+    for item in output:
+        kind = str(item.get("type"))
+        if kind == "reasoning":
+            continue
+        if kind not in _CARRIED:
+            lost[loss_name("reply", kind)] = None
+            continue
+        if not item.keys() <= _CARRIED[kind]:
+            names = [name for name, value in item.items() if name not in _CARRIED[kind] and says_something(value)]
+            lost.update((loss_name("reply", kind, name), None) for name in names)
+        parts = item.get("content") if kind == "message" else ()
+        for part in parts if isinstance(parts, list) else ():
+            if isinstance(part, dict) and part.get("type") != "refusal":
+                if not is_text(part):
+                    lost[loss_name("reply", kind, part.get("type"))] = None
+                elif part.get("annotations"):
+                    lost[loss_name("reply", kind, "annotations")] = None
+    return tuple(lost)
 
 
 def thought_blocks(item: Item) -> list[Block]:

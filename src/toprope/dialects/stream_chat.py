@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from toprope.dialects.chat_parts import is_text
 from toprope.dialects.chat_reply import chat_message, chat_usage
 from toprope.dialects.deltas import Delta, TextDelta, ToolCallDelta
 from toprope.dialects.emitted import COMMENT, PIECE, Emitted, StreamContradiction, around, data_event, rest_of
@@ -53,11 +54,15 @@ class ChatStream:
         """The rest of the message, the finish reason, usage where it was asked for, and `[DONE]`."""
         message = chat_message(reply.output)
         thought, text = self._emitted.said("reasoning"), self._emitted.said("message")
+        more = {}
+        if text and isinstance(parts := message["content"], list):  # what grew as a string goes on as one
+            message["content"] = "".join(part["text"] for part in parts if is_text(part))
+            more = {"content_parts": parts}
         out = [self._rest("reasoning_content", thought, message), self._rest("content", text, message)]
         out.append(self._calls(message))
         if message.get("refusal") is not None:
             out.append(self._chunk({"refusal": message["refusal"]}))
-        rest = {name: value for name, value in message.items() if name not in _JOINED}
+        rest = {name: value for name, value in message.items() if name not in _JOINED} | more
         if not isinstance(message.get("reasoning_content", ""), str):
             rest["reasoning_content"] = message["reasoning_content"]  # in a shape of its own, which nobody joins
         choice: dict[str, Any] = {"delta": {**rest, **(reply.tokens or {})}, "finish_reason": reply.finish_reason}
@@ -73,6 +78,8 @@ class ChatStream:
 
     def _rest(self, field: str, said: str, message: dict[str, Any]) -> bytes:
         final = message.get(field)
+        if field == "content" and isinstance(final, list):
+            return self._chunk({"content": final})
         rest = rest_of(said, final if isinstance(final, str) else "", field)
         if final == "" and field == "content":
             return self._chunk({"content": ""})  # said nothing, which is not the same as no content

@@ -96,6 +96,8 @@ class ResponsesStream:
             if item is not sent[-1]:
                 if rest or len(final.get("content") or ()) > 1:
                     raise StreamContradiction(f"item {item.index} has ended, and the finished one says more")
+                for part in final.get("content") or ():
+                    yield from _annotated(item.index, item.id, 0, part)
                 continue
             if rest:
                 yield _piece_of(item, rest)
@@ -218,7 +220,8 @@ def _whole_part(index: int, item_id: str, place: int, part: Any) -> Iterator[Eve
         return
     name = _TEXT_EVENTS[kind][1]
     text = part.get(name) or ""
-    yield _part_added(index, item_id, place, {**part, name: ""})
+    hollow = {**part, name: ""}
+    yield _part_added(index, item_id, place, {**hollow, "annotations": []} if part.get("annotations") else hollow)
     if text:
         yield _part_delta(index, item_id, place, kind, text)
     yield from _part_done(index, item_id, place, part)
@@ -251,8 +254,16 @@ def _part_done(index: int, item_id: str, place: int, part: Mapping[str, Any]) ->
     head = {"output_index": index, "item_id": item_id, "content_index": place}
     stem, name = _TEXT_EVENTS[str(part["type"])]
     extra: Event = {"logprobs": []} if part["type"] == "output_text" else {}
+    yield from _annotated(index, item_id, place, part)
     yield {"type": f"{stem}.done", **head, name: part.get(name) or "", **extra}
     yield {"type": "response.content_part.done", **head, "part": part}
+
+
+def _annotated(index: int, item_id: str, place: int, part: Mapping[str, Any]) -> Iterator[Event]:
+    """The events of a part's annotations, which are known at the finish, when its item may have ended."""
+    kind, head = "response.output_text.annotation.added", {"output_index": index, "item_id": item_id}
+    for number, each in enumerate(part.get("annotations") or ()):
+        yield {"type": kind, **head, "content_index": place, "annotation_index": number, "annotation": each}
 
 
 def _arguments(step: str, index: int, item_id: str, **fields: str) -> Event:

@@ -21,7 +21,8 @@ class ModelCallRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=F
     """One model call as its server saw it. Times are seconds since 1970; a count of None is unknown, never zero.
 
     `rollout_id` is the capture key, None for a call without identity. `status` is what the client got. `error` is the
-    kind of the failure. `losses` names what the request held and the engine's dialect could not carry.
+    kind of the failure. `losses` names what the request held and the engine's dialect could not carry, and as
+    `reply.<item>.<what>` what of the reply the client's dialect cannot.
     `client_session_id` is the client's own `X-Session-ID` beside a key. `time_to_first_token` is in seconds after
     `started`, known for streams only. `client_gone`: the client left before its reply was sent whole; status 499 is
     that of a call which was stopped for it. `replay_of` names the recorded call that a retry was answered from.

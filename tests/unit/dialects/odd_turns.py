@@ -6,6 +6,12 @@ SIGNED = {"extra_content": {"google": {"thought_signature": "SIG"}}}
 DETAILS = {"reasoning_details": [{"type": "reasoning.encrypted", "data": "zzz"}]}
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+DRAWN = {"type": "image_url", "image_url": {"url": "u", "format": "png"}}
+VOICE = {"id": "audio_1", "data": "AAAA", "transcript": "so it is", "expires_at": 7}
+CITED = {"type": "url_citation", "url_citation": {"url": "u", "title": "t", "start_index": 0, "end_index": 2}}
+
+
 def add(call_id="c0", function=None, **more):
     return {
         "id": call_id,
@@ -129,5 +135,62 @@ TURNS = {
             {"content": "it "},
             {"content": "is"},
         ],
+    ),
+    "an image among parts": (
+        {"content": [IMAGE, {"type": "text", "text": "so"}]},
+        [{"content": [IMAGE]}, {"content": "so"}],
+    ),
+    "sound among parts beside a call": (
+        {"content": [{"type": "audio", "audio": VOICE}], "tool_calls": [add()]},
+        [{"content": [{"type": "audio", "audio": VOICE}]}, of_call(add())],
+    ),
+    "a text, then an image with more to it": (
+        {
+            "content": [
+                {"type": "text", "text": "so"},
+                {"type": "image_url", "image_url": {"url": "u", "format": "png"}},
+            ]
+        },
+        [
+            {"content": "s"},
+            {"content": "o"},
+            {"content": [{"type": "image_url", "image_url": {"url": "u", "format": "png"}}]},
+        ],
+    ),
+    "images": ({"content": "so", "images": [IMAGE]}, [{"content": "so"}, {"images": [IMAGE]}]),
+    "images with places": (
+        {"content": "", "images": [{**IMAGE, "index": 0}, {**IMAGE, "index": 1}]},
+        [{"content": "", "images": [{**IMAGE, "index": 0}]}, {"images": [{**IMAGE, "index": 1}]}],
+    ),
+    "nothing but an image": ({"content": None, "images": [IMAGE]}, [{"images": [IMAGE]}]),
+    "images beside a thought and a call": (
+        {"content": None, "reasoning_content": "hm", "tool_calls": [add()], "images": [IMAGE]},
+        [{"reasoning_content": "hm"}, of_call(add()), {"images": [IMAGE]}],
+    ),
+    "sound": (
+        {"content": None, "audio": VOICE},
+        [
+            {"audio": {"id": "audio_1", "transcript": "so "}},
+            {"audio": {"id": "audio_1", "data": "AA"}},
+            {"audio": {"transcript": "it is"}},
+            {"audio": {"data": "AA"}},
+            {"audio": {"expires_at": 7}},
+        ],
+    ),
+    "citations": (
+        {"content": "so", "annotations": [CITED, CITED]},
+        [{"content": "so"}, {"annotations": [CITED]}, {"annotations": [CITED]}],
+    ),
+    "citations beside a thought and a refusal": (
+        {"content": "so", "reasoning": "hm", "refusal": "no", "annotations": [CITED]},
+        [{"reasoning": "hm"}, {"content": "so"}, {"annotations": [CITED]}, {"refusal": "no"}],
+    ),
+    "annotations of other forms": (
+        {"content": "so", "annotations": [CITED, {"type": "file", "file": {"hash": "h"}}]},
+        [{"content": "so"}, {"annotations": [CITED, {"type": "file", "file": {"hash": "h"}}]}],
+    ),
+    "citations of a text in parts": (
+        {"content": [{"type": "text", "text": "so", "annotations": [CITED]}, IMAGE]},
+        [{"content": [{"type": "text", "text": "so", "annotations": [CITED]}]}, {"content": [IMAGE]}],
     ),
 }

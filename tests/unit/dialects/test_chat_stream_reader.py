@@ -384,11 +384,19 @@ def test_an_empty_text_is_not_the_same_as_none():
 
 def test_content_in_parts_is_in_the_reply_in_whatever_order_the_rest_came():
     reader = ChatStreamReader("r1")
-    for delta in ({"tool_calls": [ADD]}, {"content": "late"}, {"content": [{"type": "text", "text": "part"}]}):
+    part = {"type": "text", "text": "part", "note": "n"}
+    for delta in ({"tool_calls": [ADD]}, {"content": "late"}, {"content": [part]}):
         reader.feed(_chunk(delta))
     reply = reader.reply()
     call, message = output_from_chat(reply.message, "r1", reply.order)
     assert (call["call_id"], [part["text"] for part in message["content"]]) == ("c1", ["late", "part"])
+
+
+def test_text_alone_in_a_part_leaves_as_it_comes():
+    told = [{"content": [{"type": "text", "text": piece}]} for piece in ("so ", "it ", "is")]
+    deltas, completion = _read(*map(_chunk, told))
+    assert deltas == [TextDelta(0, "so "), TextDelta(0, "it "), TextDelta(0, "is")]
+    assert completion["choices"][0]["message"]["content"] == "so it is"
 
 
 def test_who_answers_is_said_once_and_what_else_is_said_of_the_reply_last():

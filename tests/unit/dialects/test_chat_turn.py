@@ -87,6 +87,9 @@ def test_a_chat_client_gets_all_of_it(message, deltas):
         whole = joined(whole, event["choices"][0]["delta"])
     for call in whole.get("tool_calls", ()):
         del call["index"]
+    if "content_parts" in whole:  # text had left as a string: a client goes on joining strings
+        assert whole["content"] == "".join(part.get("text", "") for part in whole["content_parts"])
+        whole["content"] = whole.pop("content_parts")
     assert whole == told
 
 
@@ -129,9 +132,6 @@ def test_what_a_client_echoes_is_what_was_recorded(message, deltas):
     recorded = pivot(message).output
     bag = CountedMarks(sampled=item_digests(recorded))
     echo = chat_message(recorded)
-    if "reference" in str(message):  # a Chat client is not told of it, so that what it sends back is another message
-        assert bag.missing(item_digests(items_from_messages([echo])))
-        return
     for turn in (echo, {**echo, "content": echo["content"] or ""}, {k: v for k, v in echo.items() if k not in DETAILS}):
         assert bag.missing(item_digests(items_from_messages([turn]))) == (), turn
     assert bag.missing(item_digests(items_from_input([dict(item) for item in recorded]))) == ()

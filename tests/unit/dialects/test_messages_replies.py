@@ -10,7 +10,7 @@ from openai.types import Model
 
 from toprope.dialects.errors import messages_error
 from toprope.dialects.messages_arguments import called_ids, restore_arguments, same_arguments
-from toprope.dialects.messages_reply import count_tokens_reply, messages_reply
+from toprope.dialects.messages_reply import count_tokens_reply, lost_in_messages, messages_reply
 from toprope.dialects.messages_request import request_from_messages
 from toprope.dialects.models import models_reply
 from toprope.dialects.pivot import PivotReply, with_item_ids
@@ -187,3 +187,24 @@ def test_counts_and_models_are_what_the_public_clients_read():
     assert [ModelInfo.model_validate(entry).id for entry in listed["data"]] == ["m", "n"]
     assert [Model.model_validate(entry).id for entry in listed["data"]] == ["m", "n"]
     assert (listed["first_id"], listed["last_id"], listed["has_more"]) == ("m", "n", False)
+
+
+def test_what_blocks_have_no_place_for_is_named():
+    text = {"type": "output_text", "text": "a", "annotations": [{"type": "url_citation", "url": "u"}]}
+    image = {"type": "input_image", "image_url": "u"}
+    refusal = {"type": "refusal", "refusal": "no"}
+    call = {"type": "function_call", "id": "f", "call_id": "c", "name": "add", "arguments": "{}", "status": "completed"}
+    output = (
+        {"type": "reasoning", "summary": [], "odd": 1},
+        {"type": "message", "role": "assistant", "content": [text, image, refusal], "images": [image], "audio": None},
+        {**call, "extra_content": {"signature": "s"}},
+        {"type": "web_search_call", "id": "w"},
+    )
+    assert lost_in_messages(output) == (
+        "reply.message.images",
+        "reply.message.annotations",
+        "reply.message.input_image",
+        "reply.function_call.extra_content",
+        "reply.web_search_call",
+    )
+    assert lost_in_messages(({"type": "message", "role": "assistant", "content": "a"}, call)) == ()

@@ -14,6 +14,7 @@ import pytest
 from tests.campaigns import campaign
 from tests.unit.dialects.odd_turns import TURNS
 from tests.unit.dialects.scripted_replies import Told, chopped, told, written
+from tests.unit.dialects.upstream_streams import said
 
 from toprope.dialects.chat_reply import chat_reply, finish_from_chat, output_from_chat
 from toprope.dialects.chat_stream_reader import ChatStreamReader
@@ -173,37 +174,88 @@ def _told(fields: dict) -> dict:
 @pytest.mark.parametrize(("message", "deltas"), TURNS.values(), ids=TURNS)
 def test_what_else_an_upstream_said_is_put_together_by_the_public_libraries(served, openai_client, message, deltas):
     script, rng = _odd(message, deltas), random.Random(1)
+    check_chat(served, openai_client, script, rng)
+    check_responses(served, openai_client, script, rng)
+    http = httpx2.Client(transport=served)
+    with anthropic.Anthropic(api_key="k", base_url="http://x", http_client=http) as client:
+        check_messages(served, client, script, rng)
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer warnings")
+@pytest.mark.promise("MS-1")
+@pytest.mark.parametrize("seeds", campaign(250, 4000))
+def test_an_upstream_that_says_anything_in_any_order_is_put_together_by_the_public_libraries(
+    served, openai_client, seeds, say
+):
+    http = httpx2.Client(transport=served)
+    with anthropic.Anthropic(api_key="k", base_url="http://x", http_client=http) as client:
+        for seed in range(seeds):
+            in_one, in_order, rng = *_relayed(said(seed).deltas), random.Random(seed)
+            check_chat(served, openai_client, in_one, rng)
+            check_responses(served, openai_client, in_order, rng)
+            check_messages(served, client, in_order, rng)
+    say(f"streams of all that an upstream may say put together by public clients: {seeds:,} in each dialect")
+
+
+def _relayed(deltas: tuple[dict, ...]) -> tuple[Told, Told]:
+    """What an upstream streamed, as a Chat client gets it, and as those do that keep the order."""
+    reader = ChatStreamReader("r1")
+    chunks = [{"delta": delta} for delta in deltas] + [{"delta": {}, "finish_reason": "stop"}]
+    early = tuple(each for chunk in chunks for each in reader.feed({"id": "x", "choices": [chunk]}))
+    read = reader.reply()
+    outputs = [with_item_ids(output_from_chat(read.message, "r1", order), "r1") for order in ((), read.order)]
+    made = [PivotReply(output, finish_from_chat(None, output), "m", Usage(1, 1), "r1", 1) for output in outputs]
+    return Told(made[0], early), Told(made[1], early)
+
+
+def check_chat(served, client, script: Told, rng: random.Random) -> None:
     served.plain(chat_reply(script.reply))
-    plain = openai_client.chat.completions.create(model="m", messages=SAY).choices[0].message.to_dict(warnings=False)
+    plain = client.chat.completions.create(model="m", messages=SAY).choices[0].message.to_dict(warnings=False)
     served.stream("chat", script, rng)
-    with openai_client.chat.completions.stream(model="m", messages=SAY) as stream:
+    with client.chat.completions.stream(model="m", messages=SAY) as stream:
         assert list(stream)
         whole = stream.current_completion_snapshot.choices[0].message.to_dict(warnings=False)
     calls = whole.get("tool_calls") or ()
     for place, call in enumerate(calls):
         assert call.pop("index") == place
         (call.get("function") or {}).pop("parsed_arguments", None)
+    if "content_parts" in whole:  # text had left as a string: the library joins strings
+        assert whole["content"] == "".join(part.get("text", "") for part in whole["content_parts"])
+        whole["content"] = whole.pop("content_parts")
     assert _told({**whole, "tool_calls": [_told(call) for call in calls] or None}) == _told(plain)
 
-    served.plain(responses_reply(script.reply, REQUEST))
-    plain = openai_client.responses.create(model="m", input="x").to_dict(warnings=False)
-    served.stream("responses", script, rng)
-    with openai_client.responses.stream(model="m", input="x") as stream:
-        done = [
-            _unparsed({"output": [e.item.to_dict(warnings=False)]})["output"][0]
-            for e in stream
-            if e.type.endswith("item.done")
-        ]
-        assert _unparsed(stream.get_final_response().to_dict(warnings=False)) == plain
-    assert done == plain["output"]
 
-    http = httpx2.Client(transport=served)
-    with anthropic.Anthropic(api_key="k", base_url="http://x", http_client=http) as client:
-        served.plain(messages_reply(script.reply))
-        plain = client.messages.create(model="m", max_tokens=9, messages=SAY).to_dict(warnings=False)
-        served.stream("messages", script, rng)
-        with client.messages.stream(model="m", max_tokens=9, messages=SAY) as stream:
-            whole = stream.get_final_message().to_dict(warnings=False)
+def check_responses(served, client, script: Told, rng: random.Random) -> None:
+    served.plain(responses_reply(script.reply, REQUEST))
+    plain = client.responses.create(model="m", input="x").to_dict(warnings=False)
+    served.stream("responses", script, rng)
+    with client.responses.stream(model="m", input="x") as stream:
+        events = list(stream)
+        assert _unparsed(stream.get_final_response().to_dict(warnings=False)) == plain
+    done = [e.item.to_dict(warnings=False) for e in events if e.type.endswith("item.done")]
+    added = [e.annotation.to_dict() for e in events if e.type.endswith("annotation.added")]
+    parts = [part for item in plain["output"] for part in item.get("content") or ()]
+    assert added == [each for part in parts for each in part.get("annotations") or ()]
+    last = len(done) - 1
+    for place, (item, whole) in enumerate(zip(_unparsed({"output": done})["output"], plain["output"], strict=True)):
+        # what was told of an item after its end is not in its done event
+        assert item == whole or (place < last and _without_late(item) == _without_late(whole))
+
+
+_LATE = ("images", "audio", "annotations", "note")
+
+
+def _without_late(item: dict) -> dict:
+    parts = [{k: v for k, v in part.items() if k not in _LATE} for part in item.get("content") or ()]
+    return {**{k: v for k, v in item.items() if k not in _LATE}, "content": parts}
+
+
+def check_messages(served, client, script: Told, rng: random.Random) -> None:
+    served.plain(messages_reply(script.reply))
+    plain = client.messages.create(model="m", max_tokens=9, messages=SAY).to_dict(warnings=False)
+    served.stream("messages", script, rng)
+    with client.messages.stream(model="m", max_tokens=9, messages=SAY) as stream:
+        whole = stream.get_final_message().to_dict(warnings=False)
     for block in whole["content"]:
         block.pop("parsed_output", None)
     assert _told(whole) == _told(plain)

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
-VOICE = {"id": "audio_1", "data": "AAAA", "transcript": "so it is", "expires_at": 7}
-CITED = {"type": "url_citation", "url_citation": {"url": "u", "title": "t", "start_index": 0, "end_index": 1}}
+from tests.unit.dialects.odd_turns import CITED, IMAGE, VOICE
+
 _WORDS = ("a", "the ", "é", "😀", "\n", '"', "so", "{", "\u2028")
 _ODD_PARTS = (IMAGE, {"type": "audio", "audio": {"data": "AA==", "format": "wav"}}, {"type": "reference", "ids": [1]})
 

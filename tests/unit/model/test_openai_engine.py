@@ -120,6 +120,20 @@ async def test_an_image_that_an_assistant_turn_of_chat_cannot_hold_is_among_what
     assert reply.losses == ("items.message.input_image",)
 
 
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+async def test_what_a_messages_client_is_not_told_of_a_reply_is_among_what_got_lost(client, dialect):
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    message = {"role": "assistant", "content": [{"type": "text", "text": "a"}, image], "images": [image]}
+    read = {"chat": request_from_chat, "responses": request_from_responses, "messages": request_from_messages}[dialect]
+    body = {"model": "m", "messages": CHAT["messages"], "input": "x"}
+    upstream = ScriptedUpstream([completion(message)])
+    async with serving(upstream) as url:
+        request = EngineRequest(read(body), "call-1", dialect=dialect, body=body)
+        reply = await OpenAIEngine(client=client, base_url=url, model="served").generate(request)
+    told = ("reply.message.images", "reply.message.input_image")
+    assert reply.losses == (told if dialect == "messages" else ())
+
+
 @pytest.mark.parametrize("takes", [False, True])
 async def test_custom_tools_go_to_an_endpoint_that_is_said_to_take_them_and_to_no_other(client, takes):
     """Open engines answer 400 to them: "'type' of tool must be 'function'"."""

@@ -71,7 +71,8 @@ class EngineReply:
     `token_fault` says why `tokens` is missing or not to be trusted (`no_token_ids: ...`); None when all is well.
     `logprobs` is a Chat choice's `logprobs` object, set only where the client itself asked for one; `extra` holds
     foreign top-level fields of an upstream's reply (`system_fingerprint`, ...); `losses` names what the request held
-    and the engine's dialect could not carry (`tools.web_search`).
+    and the engine's dialect could not carry (`tools.web_search`), and what of the reply the client's cannot
+    (`reply.message.images`).
     """
 
     output: tuple[Item, ...]

@@ -16,6 +16,7 @@ import msgspec
 
 from toprope.dialects.chat_reply import finish_from_chat, output_from_chat
 from toprope.dialects.chat_request import clean_chat_body, request_to_chat
+from toprope.dialects.messages_reply import lost_in_messages
 from toprope.errors.tree import BadRequest, ConfigError, EngineUnavailable, ModelRejected
 from toprope.http.client import Client
 from toprope.http.peer import MAX_REPLY_BYTES, read_base_url
@@ -178,7 +179,7 @@ async def generate_at(
         response_id=completion.id,
         logprobs=completion.logprobs,
         extra=completion.extra,
-        losses=losses,
+        losses=losses if request.dialect != "messages" else (*losses, *lost_in_messages(output)),
     )
 
 
