@@ -11,7 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from toprope.dialects.chat_parts import content_to_chat, parts_from_chat, plain_text, reasoning_text
+from toprope.dialects.chat_parts import (
+    CONTENT_PARTS,
+    content_to_chat,
+    parts_from_chat,
+    plain_text,
+    reasoning_text,
+    with_its_parts,
+)
 from toprope.dialects.chat_turn import argument_text as argument_text
 from toprope.dialects.chat_turn import call_to_chat, read_turn
 from toprope.dialects.chat_unread import may_hold_more, unread_of, without_copies
@@ -68,6 +75,7 @@ def _turn_of_history(message: Mapping[str, Any], where: str, *, id_seed: str) ->
     An upstream that speaks Chat gets those fields as they are, so that lineage must see them: a client may keep what
     was sampled in any of them. A field that says again what the items say is left out; programs add such copies.
     """
+    message = with_its_parts(message) if CONTENT_PARTS in message else message
     turn, rest = read_turn(message, where, id_seed)
     if not may_hold_more(message):
         return turn

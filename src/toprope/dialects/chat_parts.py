@@ -94,6 +94,23 @@ def is_text_alone(part: Any) -> bool:
     )
 
 
+CONTENT_PARTS = "content_parts"
+"""Where a Chat stream has the parts of a content of which text had left as a string. Clients send it back."""
+
+
+def text_among(parts: Sequence[Any]) -> str:
+    """The text that a client of such a stream has joined."""
+    return "".join(part["text"] for part in parts if isinstance(part, dict) and is_text(part) and part.get("text"))
+
+
+def with_its_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message that came back with `CONTENT_PARTS` as it was said; as it is where the client has changed its text."""
+    parts, content = message[CONTENT_PARTS], message.get("content")
+    if not isinstance(parts, list) or not isinstance(content, str) or text_among(parts) != content:
+        return dict(message)
+    return {name: parts if name == "content" else told for name, told in message.items() if name != CONTENT_PARTS}
+
+
 def reply_part(part: Any) -> Part:
     """A part of a reply's content in Chat's spelling, with all that it has."""
     told = part.get("annotations") if isinstance(part, dict) else None

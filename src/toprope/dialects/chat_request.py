@@ -12,6 +12,7 @@ from toprope.canonical.json import NotJson, loads
 from toprope.dialects.chat_history import Message, items_from_messages, messages_from_items
 from toprope.dialects.chat_parts import (
     CALL_PARTS,
+    CONTENT_PARTS,
     THOUGHT_PARTS,
     choice_from_chat,
     choice_to_chat,
@@ -19,6 +20,7 @@ from toprope.dialects.chat_parts import (
     plain_text,
     tools_from_chat,
     tools_to_chat,
+    with_its_parts,
 )
 from toprope.dialects.chat_turn import argument_text, call_of_part, thought_of_message
 from toprope.dialects.losses import fields_of, loss_name
@@ -182,6 +184,7 @@ def clean_chat_body(body: Mapping[str, Any]) -> tuple[dict[str, Any], tuple[str,
 def _clean_message(message: Message, lost: dict[str, None]) -> Message:
     if message.get("role") != "assistant":
         return message if None not in message.values() else {k: v for k, v in message.items() if v is not None}
+    message = with_its_parts(message) if CONTENT_PARTS in message else message
     content = message.get("content")
     clean = {
         name: value

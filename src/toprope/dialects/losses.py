@@ -84,6 +84,7 @@ RULES: tuple[Rule, ...] = (
         "dropped",
         why="no place in a message; in the call's record",
     ),
+    Rule("chat -> chat", "content_parts that a stream of ours told", "folded", "content", "where its text is the same"),
     Rule("chat -> chat", "texts beside such parts", "folded", "content", "one string, where nothing else stands there"),
     Rule("responses -> pivot", "token arrays echoed in items", "dropped", why="ours, sent back by the client"),
     Rule("responses -> pivot", "Chat-shaped turns in input", "folded", "items"),

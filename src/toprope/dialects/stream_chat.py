@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from toprope.dialects.chat_parts import is_text
+from toprope.dialects.chat_parts import CONTENT_PARTS, text_among
 from toprope.dialects.chat_reply import chat_message, chat_usage
 from toprope.dialects.deltas import Delta, TextDelta, ToolCallDelta
 from toprope.dialects.emitted import COMMENT, PIECE, Emitted, StreamContradiction, around, data_event, rest_of
@@ -56,8 +56,8 @@ class ChatStream:
         thought, text = self._emitted.said("reasoning"), self._emitted.said("message")
         more = {}
         if text and isinstance(parts := message["content"], list):  # what grew as a string goes on as one
-            message["content"] = "".join(part["text"] for part in parts if is_text(part))
-            more = {"content_parts": parts}
+            message["content"] = text_among(parts)
+            more = {CONTENT_PARTS: parts}
         out = [self._rest("reasoning_content", thought, message), self._rest("content", text, message)]
         out.append(self._calls(message))
         if message.get("refusal") is not None:

@@ -142,6 +142,23 @@ def test_what_a_client_echoes_is_what_was_recorded(message, deltas):
         )
 
 
+def test_what_a_client_of_a_stream_joined_comes_back_as_it_was_said():
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    deltas = [{"content": "so "}, {"content": [image]}, {"content": "it is"}]
+    events, end = streamed("chat", deltas)
+    whole = {}
+    for event in events:
+        whole = joined(whole, event["choices"][0]["delta"])
+    assert whole["content"] == "so it is"
+    parts = [{"type": "text", "text": "so "}, image, {"type": "text", "text": "it is"}]
+    assert clean_chat_body({"messages": [whole]})[0]["messages"] == [{"role": "assistant", "content": parts}]
+    bag = CountedMarks(sampled=item_digests(end.output))
+    assert bag.missing(item_digests(items_from_messages([whole]))) == ()
+    changed = {**whole, "content": "so it was"}
+    assert clean_chat_body({"messages": [changed]})[0]["messages"][0]["content"] == "so it was"
+    assert bag.missing(item_digests(items_from_messages([changed])))
+
+
 @pytest.mark.parametrize(
     "more",
     [DETAILS, {"reasoning_details": [{"text": "why"}]}, {"thought_signature": "s"}],
