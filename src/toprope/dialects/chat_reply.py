@@ -112,7 +112,9 @@ def chat_message(output: Sequence[Item]) -> dict[str, Any]:
     if odd:
         message["content"] = _content(output)
     elif annotations:
-        message["annotations"] = [annotation_to_chat(each) for each in annotations]
+        beside = rest.get("annotations")
+        own = [annotation_to_chat(each) for each in annotations]
+        message["annotations"] = [*own, *beside] if isinstance(beside, list) else own
     if thought:
         message["reasoning_content"] = thought
     if calls:

@@ -16,6 +16,7 @@ from toprope.dialects.chat_parts import (
     THOUGHT_PARTS,
     annotations_from_chat,
     is_foreign,
+    is_text,
     parts_from_chat,
     thought_of_part,
 )
@@ -63,14 +64,29 @@ def read_turn(message: Mapping[str, Any], where: str, id_seed: str) -> tuple[lis
     if isinstance(message.get("refusal"), str) and message["refusal"]:
         content.append({"type": "refusal", "refusal": message["refusal"]})
     rest = {k: v for k, v in message.items() if v is not None and not _is_read(k, v, calls)}
-    if isinstance(raw_content, str) and raw_content and (flat := annotations_from_chat(rest.get("annotations"))):
-        content[0]["annotations"] = flat
-        del rest["annotations"]
+    _annotate(content, rest)
     if blocks := _sealed_blocks(message.get("thinking_blocks")):
         rest["thinking_blocks"] = blocks
     if any(_says_something(part) for part in content) or not (items or calls):
         items.append({**rest, "type": "message", "role": "assistant", "content": content})
     return items + calls, rest
+
+
+def _annotate(content: Sequence[dict[str, Any]], rest: dict[str, Any]) -> None:
+    """Put the annotations of a message, and of its parts, on its first text, where a Chat client will have one string
+    of it, and each of them has a form there."""
+    told = rest.get("annotations")
+    texts = [part for part in content if is_text(part)]
+    own = [each for part in texts for each in part["annotations"]]
+    if not (told or own) or not any(part["text"] for part in texts):
+        return
+    if all(is_text(part) or part.get("type") == "refusal" for part in content):
+        flat = annotations_from_chat([*own, *told] if isinstance(told, list) else told or own)
+        if flat:
+            for part in texts:
+                part["annotations"] = []
+            texts[0]["annotations"] = flat
+            rest.pop("annotations", None)
 
 
 def _is_read(name: str, value: Any, calls: Sequence[Item]) -> bool:

@@ -215,7 +215,7 @@ RULES: tuple[Rule, ...] = (
         "message.annotations, each a whole url_citation",
         "folded",
         "output_text.annotations",
-        "of any other form, or beside content in parts, they stay on the message",
+        "of any other form, or beside parts that are no text, they stay on the message",
     ),
     Rule("chat reply -> pivot", "message.refusal, where it is empty", "dropped", why="it refuses nothing"),
     Rule("chat reply -> pivot", "message.tool_calls of type custom", "folded", "custom_tool_call items"),

@@ -11,6 +11,8 @@ DRAWN = {"type": "image_url", "image_url": {"url": "u", "format": "png"}}
 VOICE = {"id": "audio_1", "data": "AAAA", "transcript": "so it is", "expires_at": 7}
 CITED = {"type": "url_citation", "url_citation": {"url": "u", "title": "t", "start_index": 0, "end_index": 2}}
 
+CITING = {"type": "text", "text": "so", "annotations": [CITED]}
+
 
 def add(call_id="c0", function=None, **more):
     return {
@@ -190,7 +192,15 @@ TURNS = {
         [{"content": "so"}, {"annotations": [CITED, {"type": "file", "file": {"hash": "h"}}]}],
     ),
     "citations of a text in parts": (
-        {"content": [{"type": "text", "text": "so", "annotations": [CITED]}, IMAGE]},
-        [{"content": [{"type": "text", "text": "so", "annotations": [CITED]}]}, {"content": [IMAGE]}],
+        {"content": [CITING, IMAGE]},
+        [{"content": [CITING]}, {"content": [IMAGE]}],
+    ),
+    "citations of texts in parts and of the message": (
+        {"content": [CITING, {"type": "text", "text": " it is"}], "annotations": [CITED]},
+        [{"content": [CITING, {"type": "text", "text": " it is"}]}, {"annotations": [CITED]}],
+    ),
+    "citations beside a thought among the parts": (
+        {"content": [thinking("hm"), {"type": "text", "text": "so"}], "annotations": [CITED]},
+        [{"content": [thinking("hm")]}, {"content": "so"}, {"annotations": [CITED]}],
     ),
 }

@@ -76,6 +76,10 @@ def test_a_chat_client_gets_all_of_it(message, deltas):
     told = chat_reply(pivot(message))["choices"][0]["message"]
     for name in ("reasoning_details", "tool_calls"):
         assert told.get(name) == message.get(name) or len({call["id"] for call in message[name]}) < len(message[name])
+    if any(name in str(message) for name in ("image", "audio", "'reference'")):
+        assert {name: told.get(name) for name in message} == message
+    citation = "'type': 'url_citation', 'url_citation': {'url': 'u', 'title': 't', 'start_index': 0, 'end_index': 2}"
+    assert str(told).count(citation) == str(message).count(citation)
     signed = '"signature": "' in json.dumps(message)
     assert told.get("thinking_blocks") == (message["thinking_blocks"] if signed else None)
     for name in ("reasoning", "reasoning_content", "refusal"):
@@ -410,6 +414,23 @@ def test_random_streams_are_cut_in_no_dialect_and_say_what_the_plain_reply_does(
                 assert text == plain_text, seed
                 assert sorted(thought) == sorted(plain_thought), seed  # a message has those of its parts last
     assert seeds / 3 < usual < seeds
+
+
+@pytest.mark.promise("CP-9")
+def test_what_clients_of_random_streams_send_back_is_what_was_recorded():
+    for seed in range(600):
+        deltas = said(seed).deltas
+        for dialect in ("chat", "responses"):
+            events, end = streamed(dialect, deltas)
+            bag = CountedMarks(sampled=item_digests(end.output))
+            if dialect == "responses":
+                assert bag.missing(item_digests(items_from_input([dict(item) for item in end.output]))) == (), seed
+                continue
+            whole = {}
+            for event in events:
+                whole = joined(whole, event["choices"][0]["delta"])
+            for echo in (whole, chat_message(end.output)):
+                assert bag.missing(item_digests(items_from_messages([echo]))) == (), seed
 
 
 def _words(output, kind):
