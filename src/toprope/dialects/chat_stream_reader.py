@@ -15,8 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from toprope.dialects.chat_history import argument_text
 from toprope.dialects.chat_parts import is_text_alone
@@ -25,7 +23,7 @@ from toprope.dialects.chat_stream_order import in_usual_order, order_of, parts_o
 from toprope.dialects.chat_turn import thoughts_among
 from toprope.dialects.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
 from toprope.wire.chat import THOUGHT_FIELDS, BadChatReply, ChatReply, Said, read_chat_object
-from toprope.wire.chat_chunk import DECODERS, Decode, TokenLogprob
+from toprope.wire.chat_chunk import DECODERS, Decode, entry_of, log_probs_of
 
 _FIRST = ("id", "model", "created", "prompt_token_ids")
 """Fields of a chunk whose first value counts; of all others the last one does."""
@@ -148,7 +146,7 @@ class ChatStreamReader:
 
     def result(self) -> dict[str, Any]:
         """The completion so far, shaped like a plain reply. Raises `BadChatReply` if no choice came at all."""
-        return self._completion({kind: [_entry(each) for each in told] for kind, told in self._logprobs.items()})
+        return self._completion({kind: [entry_of(each) for each in told] for kind, told in self._logprobs.items()})
 
     def _completion(self, logprobs: dict[str, list[Any]]) -> dict[str, Any]:
         if not self._begun:
@@ -162,20 +160,12 @@ class ChatStreamReader:
         """The completion as a plain reply is read, with the order in which it was said, and with a fault where chunks
         contradict one another. Raises as `result`."""
         order, fault = self._order(), self._fault or self._told_twice()
-        log_probs = None if keep_logprobs else self._log_probs()
+        log_probs = None if keep_logprobs else log_probs_of(self._logprobs.get("content", ()))
         if log_probs is not None:  # numbers already: what else there is to judge is judged without them
             reply = read_chat_object(self._completion({"content": []}), order=order, fault=fault)
             if reply.token_ids is not None and reply.log_probs is not None and not len(reply.log_probs):
                 return replace(reply, log_probs=log_probs)
         return read_chat_object(self.result(), keep_logprobs=keep_logprobs, order=order, fault=fault)
-
-    def _log_probs(self) -> NDArray[np.float64] | None:
-        """The logprob of every token, None where not each of them is a number."""
-        values = [
-            entry.logprob if type(entry) is TokenLogprob else entry.get("logprob") if isinstance(entry, dict) else None
-            for entry in self._logprobs.get("content", ())
-        ]
-        return np.array(values, dtype=np.float64) if set(map(type, values)) == {float} else None
 
     def _order(self) -> tuple[Said, ...]:
         return () if in_usual_order(self._line) else order_of(self._line, self._whole_message())
@@ -265,9 +255,10 @@ class ChatStreamReader:
             self._fault = self._fault or "no_token_ids: one chunk has two thoughts under two names"
         for name in said:
             self._say("reasoning", delta[name])
-        blocks = delta.get("thinking_blocks")
-        if isinstance(blocks, list) and not self._has_said("reasoning") and (thought := thoughts_among(blocks)):
-            self._held("blocks").text.add(thought)  # which the fields may still tell too
+        if "thinking_blocks" in delta and not self._has_said("reasoning"):
+            blocks = delta["thinking_blocks"]
+            if isinstance(blocks, list) and (thought := thoughts_among(blocks)):
+                self._held("blocks").text.add(thought)  # which the fields may still tell too
 
     def _told_twice(self) -> str | None:
         """The fault of a thought of which nobody knows whether its second name goes on with it or says it again."""
@@ -279,11 +270,8 @@ class ChatStreamReader:
         return "no_token_ids: the thought came under two names, and the second may go on with it or say it again"
 
     def _take_content(self, content: Any) -> None:
-        if isinstance(content, list) and len(content) == 1 and is_text_alone(content[0]):
-            content = content[0]["text"]
-        if isinstance(content, list) and content:  # parts, as some providers stream thoughts: kept, not emitted
-            self._parts += content
-            self._held("parts").parts += content
+        if isinstance(content, list):
+            content = self._take_parts(content)
         if not isinstance(content, str):
             return
         if self._parts and content:  # after parts it is one of them: what stood before is the first
@@ -300,18 +288,29 @@ class ChatStreamReader:
         if content:
             self._say("message", content)
 
+    def _take_parts(self, parts: list[Any]) -> str | None:
+        """Keep parts, as some providers stream thoughts, for the finish. A lone one of text is given back as that."""
+        if len(parts) == 1 and is_text_alone(parts[0]):
+            return str(parts[0]["text"])
+        if parts:
+            self._parts += parts
+            self._held("parts").parts += parts
+        return None
+
     def _say(self, kind: str, text: str) -> None:
-        piece = self._piece(kind)
+        last = self._line[-1] if self._line else None
+        piece = last if isinstance(last, GrowingPiece) and last.kind == kind else self._piece(kind)
         piece.unsent += piece.text.add(text)
 
     def _piece(self, kind: str) -> GrowingPiece:
         """The last piece where it is of this kind, else one that begins now."""
         last = self._line[-1] if self._line else None
-        if not isinstance(last, GrowingPiece) or last.kind != kind:
-            self._end(last)
-            last = GrowingPiece(kind)
-            self._line.append(last)
-        return last
+        if isinstance(last, GrowingPiece) and last.kind == kind:
+            return last
+        self._end(last)
+        piece = GrowingPiece(kind)
+        self._line.append(piece)
+        return piece
 
     def _end(self, last: GrowingPiece | GrowingCall | None) -> None:
         """Something else begins: nothing more comes of what stood last, the other half of a character neither."""
@@ -400,7 +399,3 @@ class ChatStreamReader:
         if self._calls:
             message["tool_calls"] = [call.whole() for call in self._calls]
         return message
-
-
-def _entry(told: Any) -> Any:
-    return {"logprob": told.logprob} if type(told) is TokenLogprob else told

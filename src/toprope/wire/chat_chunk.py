@@ -9,10 +9,12 @@ of the ids, which is judged when all are there (`wire.chat`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 
 class _Known(msgspec.Struct, gc=False, forbid_unknown_fields=True):
@@ -125,3 +127,17 @@ DECODERS: Mapping[str, Decode] = {
 }
 """By the field of a delta that holds the piece. They raise `msgspec.DecodeError` or `RecursionError` for any other
 chunk, for one that lets something else grow, and for what is no chunk."""
+
+
+def log_probs_of(entries: Iterable[Any]) -> NDArray[np.float64] | None:
+    """The logprob of every token, whichever road its chunk took; None where not each of them is a number."""
+    values = [
+        entry.logprob if type(entry) is TokenLogprob else entry.get("logprob") if isinstance(entry, dict) else None
+        for entry in entries
+    ]
+    return np.array(values, dtype=np.float64) if set(map(type, values)) == {float} else None
+
+
+def entry_of(told: Any) -> Any:
+    """An entry as a plain reply has it, of which only the logprob may be kept."""
+    return {"logprob": told.logprob} if type(told) is TokenLogprob else told
