@@ -109,6 +109,9 @@ async def test_clients_that_leave_after_the_first_delta_leave_no_call_and_no_con
 ADD = {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a":1}'}}
 
 
+PICTURE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+
+
 def sampled(delta, *ids, **more):
     return chunk(delta, token_ids=list(ids), log_probs=[-0.5] * len(ids), **more)
 
@@ -123,8 +126,22 @@ def sampled(delta, *ids, **more):
         [{"content": "late"}, {"reasoning_content": "hm"}],
         [{"content": "late\ud83d"}, {"tool_calls": [ADD]}],
         [{"content": "late"}, {"tool_calls": [ADD]}, {"tool_calls": [ADD]}],
+        [{"content": "x"}, {"reasoning": "b"}, {"refusal": "late"}],
+        [{"content": "x"}, {"reasoning": "late"}, {"function_call": {"name": "f", "arguments": "{}"}}],
+        [{"content": "x"}, {"reasoning": "b"}, {"content": [PICTURE]}, {"content": "late"}],
+        [{"content": "late"}, {"images": [PICTURE]}],
     ],
-    ids=["text last", "text round a call", "a thought last", "half a character", "a call twice"],
+    ids=[
+        "text last",
+        "text round a call",
+        "a thought last",
+        "half a character",
+        "a call twice",
+        "a refusal after a thought",
+        "an old call after a thought",
+        "an image after a thought",
+        "images beside text",
+    ],
 )
 async def test_a_stream_in_an_odd_order_comes_whole_and_trains_in_every_dialect(path, deltas):
     store = MemoryStore()
