@@ -92,11 +92,12 @@ def ids_of(number: int) -> list[int]:
     return [100 + number, 50, 2]
 
 
-async def send(port: int, data: bytes, count: int) -> RawCall:
-    """One request of a client library, its `count`-th retry."""
+async def send(port: int, data: bytes, count: int, key: str | None = None) -> RawCall:
+    """One request of a client library, its `count`-th retry; with a `key` of its own it does not count."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    writer.write(f"{head}x-stainless-retry-count: {count}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+    mark = f"x-stainless-retry-count: {count}" if key is None else f"idempotency-key: {key}"
+    writer.write(f"{head}{mark}\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
     return RawCall(reader, writer)
 
 
@@ -252,3 +253,51 @@ async def test_a_retry_at_another_worker_waits_for_the_first_one_or_learns_of_it
     assert (reply, kept) == (f"answer {number}", [ids_of(number)])
     assert len(samples.asked) == number
     assert not snapshot.incomplete
+
+
+@pytest.mark.parametrize("key", ["k", None], ids=["keyed", "marked"])
+@pytest.mark.parametrize("deaths", [1, 2])
+async def test_repeats_that_died_while_they_waited_take_no_answer_away(
+    tmp_path: Path, key: str | None, deaths: int
+) -> None:
+    asked, go = asyncio.Event(), asyncio.Event()
+    samples = Samples()
+
+    def answer(request: UpstreamRequest) -> UpstreamReply:
+        reply = samples(request)
+        asked.set()
+        return reply if len(samples.asked) > 1 else UpstreamReply(reply.body, before=go.wait)
+
+    data = json.dumps({"model": "m", "messages": [{"role": "user", "content": "go"}]}).encode()
+    store = STORES["sqlite"](tmp_path)
+
+    async def begun(number: int, recorded: bool = False) -> None:
+        async with asyncio.timeout(20):
+            while True:  # the journal is all there is to wait for
+                calls = await store.begun_calls("r")
+                if len(calls) >= number and calls[0].recorded >= recorded:
+                    return
+                await asyncio.sleep(0.005)
+
+    async with stable() as servers, serving(ScriptedUpstream(answer=answer)) as upstream:
+        told = {"directory": str(tmp_path), "upstream": upstream, "port": 0, "kill_at": 0}
+        first = await servers.ask(**told)
+        port = int(first["url"].rpartition(":")[2])
+        left = await send(port, data, 0, key)
+        await asked.wait()
+        left.leave()
+        for number in range(1, deaths + 1):
+            other = await servers.ask(**told)
+            waiting = await send(int(other["url"].rpartition(":")[2]), data, number, key)
+            await begun(number + 1)
+            os.kill(other["pid"], 9)
+            await servers.ask(wait=other["pid"])
+            waiting.close()
+        go.set()
+        await begun(deaths + 1, recorded=True)
+        reply = json.loads(await (await send(port, data, deaths + 1, key)).end())["choices"][0]["message"]["content"]
+        os.kill(first["pid"], 9)
+        await servers.ask(wait=first["pid"])
+    kept = [entry.generation_token_ids.tolist() for entry in await store.open_entries("r")]
+    await store.close()
+    assert (reply, kept, len(samples.asked)) == ("answer 1", [ids_of(1)], 1)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Collection, Iterable
+from dataclasses import replace
 
 from toprope.capture.protocols import JournalledCall
 from toprope.capture.recorder import Recorder
@@ -18,6 +20,7 @@ from toprope.errors.tree import BadRequest
 from toprope.servers.model.call import ModelCall
 from toprope.servers.model.claims import Claims
 from toprope.servers.model.retries import (
+    CLIENT_GONE,
     NOT_SENT,
     Doubt,
     Replay,
@@ -35,15 +38,24 @@ log = logging.getLogger(__name__)
 
 _LOOK_S = (0.02, 0.5)
 """First and longest pause between looks at a call of another process, which cannot wake us."""
+_SAID_S = 1.0
+"""How long what became of a call may take to reach the journal, after it ended here; then it was lost on the way."""
+_MAX_OVER = 4096
+"""Calls that ended here and are remembered; one that is forgotten is waited for as if it were another worker's."""
 
 
 class Repeats:
-    """The repeats that reach one server. `drain_s` bounds how long a call goes on whose client left."""
+    """The repeats that reach one server. `drain_s` bounds how long a call goes on whose client left.
+
+    Who comes again has left the call it stands for. So nobody waits longer than that bound for one that goes on
+    elsewhere, whose worker may have lost it without a word; nor for one that ended here and could not say so.
+    """
 
     def __init__(self, recorder: Recorder | None, *, drain_s: float) -> None:
         self._recorder = recorder
         self._drain_s = drain_s
         self._running: dict[str, asyncio.Event] = {}
+        self._over: OrderedDict[str, float] = OrderedDict()  # calls that ended here, and when
         self._claims = Claims()
 
     def began(self, call: ModelCall) -> None:
@@ -51,7 +63,11 @@ class Repeats:
         self._running[call.call_id] = asyncio.Event()
 
     def ended(self, call: ModelCall) -> None:
-        """What becomes of `call` stands in the journal."""
+        """Nothing more becomes of `call`: what did stands in the journal, or could not be written."""
+        if call.captured:
+            self._over[call.call_id] = time.monotonic()
+            if len(self._over) > _MAX_OVER:
+                self._over.popitem(last=False)
         waiting = self._running.pop(call.call_id, None)
         if waiting is not None:
             waiting.set()
@@ -90,9 +106,10 @@ class Repeats:
         assert call.rollout_id is not None
         waits: list[Wait | Doubt] = []
         entry: TokenEntry | None = None
-        answered = False
+        goes_on = answered = False
         try:
             entry = await self._record_of(call, waits)
+            goes_on = entry is None
             if entry is not None:
                 await self._recorder.abort(call.rollout_id, call.call_id, replay_of(entry.model_call_id))
                 answered = True
@@ -108,31 +125,39 @@ class Repeats:
         finally:
             if not answered:
                 self._claims.release(call)
+            if not goes_on:
+                self.ended(call)
         return entry
 
     async def _record_of(self, call: ModelCall, waits: list[Wait | Doubt]) -> TokenEntry | None:
         """The record that answers `call`, once it is there; None: a new call. `waits` holds what it waits for."""
         pause, since = _LOOK_S[0], time.monotonic()
+        lost: set[str] = set()
         while True:
-            verdict, entry = await self._look(call)
+            verdict, entry = await self._look(call, lost)
             if verdict is None or isinstance(verdict, Replay):
                 return entry
             waits[:] = [verdict]
             if isinstance(verdict, Doubt):
                 await asyncio.sleep(min(pause, self._claims.doubt(call, verdict, time.monotonic())))
-            elif not await self._still_runs(verdict, pause, since):
-                return None
+            elif verdict.call_id in self._running:
+                await self._running[verdict.call_id].wait()
+            elif time.monotonic() - since > self._drain_s + 1.0:
+                lost.add(verdict.call_id)
+            else:
+                await asyncio.sleep(pause)
             pause = min(2 * pause, _LOOK_S[1])
 
-    async def _look(self, call: ModelCall) -> tuple[Verdict, TokenEntry | None]:
+    async def _look(self, call: ModelCall, lost: Collection[str]) -> tuple[Verdict, TokenEntry | None]:
         """What journal and record say now; the entry to replay, None where the verdict is no replay or must not be.
 
-        What the verdict claims is claimed on return.
+        What the verdict claims is claimed on return. Nothing more is expected of the calls in `lost`.
         """
         assert self._recorder is not None
         assert call.rollout_id is not None
         try:
-            calls = await self._recorder.journal(call.rollout_id)
+            asked = time.monotonic()
+            calls = self._without_lost(await self._recorder.journal(call.rollout_id), lost, asked)
             if call.idempotency_key is not None:
                 _require_own_key(call, calls)
             if sum(each.intent.request_digest == call.tag for each in calls) < 2:
@@ -157,16 +182,17 @@ class Repeats:
         entry = entries.get(verdict.call_id)
         return verdict, None if extended(verdict.call_id, list(entries.values())) else entry
 
-    async def _still_runs(self, wait: Wait, pause: float, since: float) -> bool:
-        """Wait a while for what `wait` names; False if nobody works on it any more."""
-        ours = self._running.get(wait.call_id)
-        if ours is not None:
-            await ours.wait()
-            return True
-        if wait.drained and time.monotonic() - since > self._drain_s + 1.0:
-            return False  # a live worker that lost the call without saying so
-        await asyncio.sleep(pause)
-        return True
+    def _without_lost(
+        self, calls: Iterable[JournalledCall], lost: Collection[str], asked: float
+    ) -> list[JournalledCall]:
+        """The journal, read when it was `asked`, with the calls of which nothing more will come as a dead writer's."""
+        return [
+            replace(call, live=False)
+            if (call.open or call.abort == CLIENT_GONE)
+            and (call.call_id in lost or asked - self._over.get(call.call_id, asked) > _SAID_S)
+            else call
+            for call in calls
+        ]
 
 
 def _require_own_key(call: ModelCall, calls: Iterable[JournalledCall]) -> None:

@@ -3,9 +3,11 @@
 The libraries of OpenAI and Anthropic repeat a request with the same bytes and count up (`x-stainless-retry-count`
 0, 1, 2). Requests are equal when their tags are: same body, same dialect, same `Idempotency-Key` if there is one.
 
-    marked     a retry with count n claims, once, the newest unclaimed attempt of its tag whose last count is n - 1,
-               failed and refused ones included; the order of the journal decides, so that every process finds the same
-    keyed      a request with an `Idempotency-Key` is the repeat of every earlier one of its tag
+    marked     a retry with count n claims, once, an unclaimed attempt of its tag whose last count is n - 1, failed and
+               refused ones included: first one that was not sent whole, as far as is known, then one that still runs,
+               then any; of several the newest (docs/decisions/0008-which-attempt-a-retry-takes.md)
+    keyed      a request with an `Idempotency-Key` is the repeat of every earlier one of its tag: of the newest that is
+               recorded, else of the newest that may still be
     unmarked   a repeat claims, once, the newest unclaimed call whose connection closed before its reply was sent whole;
                so does a retry whose own attempt was claimed by such a one, or never came here
 
@@ -34,7 +36,7 @@ CLIENT_GONE = "client_gone"
 """The abort of a call whose client left; its generation is drained, and a put would remove the abort."""
 NOT_SENT = "not_sent"
 """The abort of a call whose client left before anything went upstream."""
-_REPLAY, _WAITED = "replay_of:", "waited_for:"
+_REPLAY, _WAITED, _REFUSED = "replay_of:", "waited_for:", "truncated:"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,7 @@ def decide(calls: Sequence[JournalledCall], call_id: str, seen: Seen | None = No
     tag = mine.intent.request_digest
     equal = _Equal([call for call in calls if call.intent.request_digest == tag], call_id, seen or Seen())
     if tag.count("/") == 2:
-        return equal.lead(equal.earlier[-1]) if equal.earlier else None
+        return equal.any_of_a_key()
     claimed = equal.claims.get(call_id)
     return equal.left_behind() if claimed is None else equal.lead(equal.by_id[claimed])
 
@@ -162,20 +164,53 @@ class _Equal:
         free: dict[int, list[str]] = {}
         for call in self._calls:
             count = call.intent.retry_count
-            claimed = None if call.call_id == self._me else _target(call) or self._seen.claims.get(call.call_id)
+            claimed = self._told(call)
             if claimed in first:
                 before = last[first[claimed]]
                 ends = free[self.by_id[before].intent.retry_count]
                 if before in ends:
                     ends.remove(before)
             else:
-                ends = free.get(count - 1, [])
-                claimed = ends.pop() if count > 0 and ends else None
+                claimed = self._take(call, free.get(count - 1, []) if count > 0 else [], first)
             if claimed is not None:
                 self.claims[call.call_id] = claimed
             first[call.call_id] = call.call_id if claimed is None else first[claimed]
             last[first[call.call_id]] = call.call_id
             free.setdefault(count, []).append(call.call_id)
+
+    def _told(self, call: JournalledCall) -> str | None:
+        """What `call` is known to claim, by the journal or here; of the one that asks it is decided anew."""
+        return None if call.call_id == self._me else _target(call) or self._seen.claims.get(call.call_id)
+
+    def _take(self, call: JournalledCall, ends: list[str], first: Mapping[str, str]) -> str | None:
+        """Take out of `ends`, in journal order, that of the attempt which the retry `call` claims.
+
+        What it claimed before goes before its like, so that it does not turn to one that is as good.
+        """
+        held, known = None, set[str]()
+        if call.call_id == self._me:
+            held = first.get(self._seen.claims.get(self._me, ""))
+            later = [each for each in self._calls[len(self.earlier) + 1 :] if not self._has_nothing(each)]
+            known = {first.get(told, told) for each in later if (told := self._told(each)) is not None}
+        free = [end for end in reversed(ends) if first[end] == held or first[end] not in known]
+        if not free:
+            return None
+        taken = min(free, key=lambda end: (self._sent(self.by_id[end]), first[end] != held))
+        ends.remove(taken)
+        return taken
+
+    def _sent(self, call: JournalledCall) -> int:
+        """0: no client has its answer, as far as is known, or nobody knows; 1: it still runs; 2: it was sent whole."""
+        if call.call_id in self._seen.left or call.call_id in self._seen.gave_up or not call.live:
+            return 0
+        if call.recorded or (call.abort or "").startswith((_REPLAY, _REFUSED)):
+            return 2
+        return 1 if call.open else 0
+
+    def any_of_a_key(self) -> Verdict:
+        """The verdict of a keyed repeat: an equal one that failed, or ended with nothing, takes no answer away."""
+        leads = [lead for call in reversed(self.earlier) if (lead := self.lead(call)) is not None]
+        return next((lead for lead in leads if isinstance(lead, Replay)), leads[0] if leads else None)
 
     def left_behind(self) -> Verdict:
         """The verdict of an unmarked repeat: what it claimed before, else the newest that is to be had."""
@@ -184,7 +219,7 @@ class _Equal:
         gone = [call for call in newest_first if call.abort == CLIENT_GONE or call.call_id in self._seen.left]
         for call in sorted(gone, key=lambda call: call.call_id != held):
             verdict = self.lead(call)
-            if verdict is not None and not taken & {call.call_id, verdict.call_id}:
+            if verdict is not None and verdict.call_id not in taken:
                 if not self._doubted(call, verdict):
                     return verdict
                 if isinstance(verdict, Wait):
@@ -230,6 +265,8 @@ class _Equal:
             if call.recorded:
                 return Replay(call.call_id)
             target = _target(call)
+            if target is None and call.open:  # a repeat here, which waits
+                target = self._seen.claims.get(call.call_id)
             if target is None:
                 if call.live and (call.open or call.abort == CLIENT_GONE):
                     return Wait(call.call_id, call.abort == CLIENT_GONE)

@@ -244,6 +244,7 @@ class ModelServer:
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             await self._custody.abort(call, NOT_SENT if cancelled else abort_reason(error))
+            self._repeats.ended(call)
             raise
 
     def _record_of(self, call: ModelCall) -> ReadRecord | None:
