@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import typing
 
+import numpy as np
 import pytest
 from tests.unit.model.required import PATH, converse, required_before, required_on_vllm
 
-from toprope.servers.model.engines.prompt_settings import shaping
+from toprope.dialects.chat_request import request_from_chat
+from toprope.servers.model.engines.base import NextTurn
+from toprope.servers.model.engines.prompt_settings import place_effort, sent_settings, shaping, template_kwargs
 from toprope.testing.vllm_stand_in import VllmStandIn
 
 HARMLESS = {
@@ -84,6 +87,46 @@ async def test_a_field_that_shapes_no_prompt_of_text_is_no_obstacle(dialect, nam
 )
 def test_some_settings_shape_a_prompt_by_what_they_are_set_to(field, shapes):
     assert shaping(field) == (field if shapes else {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "named", "made"),
+    [
+        ({"reasoning_effort": "low"}, {}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ({"reasoning_effort": "none"}, {}, {"reasoning_effort": "none", "enable_thinking": False}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"enable_thinking": False},
+            {"reasoning_effort": "low"},
+        ),
+    ],
+)
+def test_an_effort_switches_thinking_unless_the_request_does(settings, named, made):
+    assert template_kwargs(settings) == (named, made)
+
+
+def test_a_routers_effort_is_placed_for_clients_that_cannot_say_it_themselves():
+    for dialect, placed in (("responses", {"reasoning_effort": "low"}), ("chat", {})):
+        body = {"reasoning": {"effort": "low"}}
+        place_effort(body, dialect)
+        assert body == {"reasoning": {"effort": "low"}, **placed}
+
+
+@pytest.mark.parametrize("tools", [None, [], [{"type": "function", "function": {"name": "f"}}]])
+def test_a_choice_among_no_tools_is_not_sent(tools):
+    body = {"model": "m", "messages": [], "tools": tools, "tool_choice": "auto", "user": None}
+    none = np.array([], np.uint32)
+    turn = NextTurn(
+        request_from_chat({**body, "messages": [{"role": "user", "content": "hi"}]}),
+        (),
+        0,
+        none,
+        none,
+        "chat",
+        body,
+        (),
+    )
+    assert sent_settings(turn) == ({"model": "m", "tools": tools, "tool_choice": "auto"} if tools else {"model": "m"})
 
 
 class ReadsReasoning(VllmStandIn):

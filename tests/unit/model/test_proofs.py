@@ -10,7 +10,7 @@ from tests.unit.model.required import PATH, converse, required_before
 
 from toprope.errors.tree import EngineUnavailable, ModelRejected
 from toprope.servers.model.engines.proofs import REFUSED_S, UNANSWERED_S, Proofs
-from toprope.testing.upstream import UpstreamReply
+from toprope.testing.upstream import UpstreamReply, completion
 from toprope.testing.vllm_stand_in import VllmStandIn
 
 
@@ -153,6 +153,19 @@ async def test_required_answers_an_engine_that_does_not_answer_with_what_clients
         whole = [*before.prompt_token_ids.tolist(), *before.generation_token_ids.tolist()]
         assert after.prompt_token_ids.tolist()[: len(whole)] == whole
     assert upstream.proofs == 2
+
+
+@pytest.mark.promise("MS-12")
+async def test_a_proof_without_the_ids_of_its_prompt_is_no_no():
+    upstream, now = Proved(), 0.0
+    async with required_before(upstream, max_attempts=1) as (peer, _, engine):
+        engine._tails._proofs._clock = lambda: now
+        upstream.answer = completion({"role": "assistant", "content": "x"}, token_ids=[9], log_probs=[-0.5])
+        _, second = await converse(peer, PATH, {}, 2)
+        assert (second.status, second.headers["retry-after"]) == (503, "1")
+        assert "without the ids of its prompt" in json.loads(second.body)["error"]["message"]
+        upstream.answer, now = None, UNANSWERED_S
+        assert [reply.status for reply in await converse(peer, PATH, {}, 2)] == [200, 200]
 
 
 @pytest.mark.promise("MS-12")

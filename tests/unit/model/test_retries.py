@@ -249,6 +249,8 @@ def test_a_call_is_extended_by_its_child_or_by_a_prompt_that_begins_with_all_of_
     first, second = entry("a", [1, 2], [3, 4]), entry("b", prompt, [6], **{"parent_decision": "unresolved", **fields})
     assert extended("a", [first, second]) is goes_on
     assert extended("a", [first]) is False
+    like = [entry("a", [1, 2], [3, 3]), entry("b", [1, 2, 3], [6], parent_decision="unresolved")]
+    assert extended("a", like) is False, "a part of what was said, although it is all of one token"
 
 
 # -- over the wire ---------------------------------------------------------------------------------------------------

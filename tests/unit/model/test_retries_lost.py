@@ -121,6 +121,12 @@ def test_what_a_left_repeat_stood_for_and_another_was_given_is_nobodys_any_more(
     assert decide(calls, "me") is None
 
 
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_repeat_that_names_a_call_which_the_journal_lacks_leads_nowhere(count):
+    calls = [call("r", recorded=False, abort="replay_of:lacking"), call("me", count)]
+    assert decide(calls, "me", Seen(left={"r"})) is None
+
+
 def test_a_call_elsewhere_that_is_known_to_claim_another_is_not_in_doubt():
     calls = [call("a", recorded=True), call("b", recorded=True), call("r", 1, at="there"), call("me")]
     assert decide(calls, "me", Seen({"a", "b"}, writer_epoch="here")) == Replay("a")

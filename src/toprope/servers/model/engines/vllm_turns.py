@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from toprope.dialects.chat_history import messages_from_items
+from toprope.errors.tree import EngineUnavailable
 from toprope.servers.model.engines.base import CannotContinue, NextTurn
 from toprope.servers.model.engines.prompt_settings import (
     CARRIED,
@@ -130,8 +131,14 @@ class TurnTails:
             raise CannotContinue(NOT_CARRIED, why)
 
     async def _differs(self, asked: Mapping[str, Any]) -> str | None:
-        """Why a call that asks so is not what `/tokenize` says of it; None where it is."""
-        if await self._rendered({**asked, "messages": [_ASK]}) == await self._ids([_ASK], _fields(asked), head=True):
+        """Why a call that asks so is not what `/tokenize` says of it; None where it is.
+
+        Raises `EngineUnavailable` where it does not say what its prompt was.
+        """
+        rendered = await self._rendered({**asked, "messages": [_ASK]})
+        if not rendered:  # says nothing about the template
+            raise EngineUnavailable("the engine answered a call of one token without the ids of its prompt")
+        if rendered == await self._ids([_ASK], _fields(asked), head=True):
             return None
         named = ", ".join(sorted(asked.keys() - {"model"})) or "nothing"
         return (

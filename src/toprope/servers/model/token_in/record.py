@@ -159,6 +159,7 @@ class Conversations:
 
     def _hold(self, entry: TokenEntry) -> None:
         ids = (entry.prompt_token_ids, entry.generation_token_ids)
+        self._held -= sum(map(len, self._ids.pop(entry.model_call_id, ())))  # of a rollout that was forgotten and read
         self._ids[entry.model_call_id] = ids
         self._held += sum(map(len, ids))
         while self._held > _MAX_IDS and len(self._ids) > 1:

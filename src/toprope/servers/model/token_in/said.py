@@ -32,6 +32,10 @@ RECHUNKED_TEXT = "rechunked_text"
 
 _NOT_SAID = frozenset(("id", "status", "cache_control"))
 """Fields of an item that are no part of what it says."""
+_CALLED = (
+    "name", "input", "arguments", "server_label", "action", "actions", "operation", "code", "queries",
+)  # fmt: skip
+"""What any kind of call does. Its other fields are about it; clients leave them out, as those of a function call."""
 _EMPTY: tuple[object, ...] = ("", [], {})
 """What a part's field holds where there is nothing (`annotations` of a text)."""
 
@@ -217,14 +221,27 @@ def _read_item(item: Item) -> tuple[bool, Any]:
         return True, _Uttered(kind, content_of(item_digests([item])[0]), form, (), ids)
     if kind in TOOL_RESULTS:
         return False, _others(kind, item, "output")
-    rest = value_mark({name: value for name, value in item.items() if name not in ("id", "status")})
-    return True, _Uttered(kind, rest, rest, (), ids)
+    told = _present({name: value for name, value in item.items() if name not in ("call_id", "id", "status", "type")})
+    done = value_mark(_without_nulls({name: told[name] for name in _CALLED if name in told} or told))
+    return True, _Uttered(kind, done, done, (), ids)
 
 
 def _others(kind: str, item: Item, says: str) -> str:
     """The digest of an item that the model did not say: all its fields; `says` is the one that holds its parts."""
     told = {name: value for name, value in item.items() if name not in (says, "type") and name not in _NOT_SAID}
     return value_mark([kind, _present(told), _parts(item.get(says), whole=True)])
+
+
+def _without_nulls(value: Any, depth: int = 8) -> Any:
+    """`value` without the fields that are null: clients write out all that they have a name for.
+
+    `depth`: no client's type goes deeper, and a value may be nested as deep as the interpreter goes.
+    """
+    if not depth:
+        return value
+    if isinstance(value, Mapping):
+        return {name: _without_nulls(each, depth - 1) for name, each in value.items() if each is not None}
+    return [_without_nulls(each, depth - 1) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
