@@ -16,13 +16,26 @@ from tests.unit.trajectory.rows import result, said, thought
 
 Items = list[dict[str, Any]]
 
-WORDS = ("Done.", "All tests pass.", "42", "Ok")
+WORDS = ("Done.", "All tests pass.", "42", "Ok", "1400", 'f("x")\nreturn 1', "it's (b)")
 FEW_WORDS = WORDS[:2]
 TOOLS = ("run_tests", "ls")
 FORMS = ("whole", "since compaction", "tail", "final", "no calls", "no words between")
 """What a harness hands in of its agent's conversation."""
 CUT_OUT = ("The answer is {}", "答案是{}。", "{}km")
 """What stands round an answer that harnesses cut out: blanks, a script without any, a unit."""
+WRITTEN = {
+    "Done.": ("done", "**Done.**", "DONE!"),
+    "All tests pass.": ("all tests pass", "All *tests* pass.", "All tests pass!"),
+    "42": ("42.0", "042", "$42", "−42"),
+    "Ok": ("OK.", "`ok`"),
+    "1400": ("1,400", "$1,400.00", "1 400", "1400.0"),
+    "it's (b)": ("it’s (B)", "It's **b**"),
+}
+"""How models write what a harness normalises: case, marks, other signs, numbers."""
+FENCED = "Here it is:\n```json\n{}\n```"
+CALLS = (("{}", '{"verbose": false}'), ('{"n": "3"}', '{"n": 3}'), ('{"p": "x"', '{"p": "x"}'))
+"""Arguments as models write them, and as a framework shows them once it has validated them."""
+SERVER = "mcp__t__"
 FINISH = "submit"
 
 
@@ -34,6 +47,8 @@ class Made:
     wrote: Items
     seen: list[int]
     response_id: str
+    answer: str = ""
+    """What a harness that extracts answers makes of it, if its agent meant one."""
 
     def text(self) -> str:
         return "".join(item["content"][0]["text"] for item in self.wrote if item["type"] == "message")
@@ -71,6 +86,10 @@ class Episode:
         self.talks: list[Talk] = []
         self.one_response_id = self.chance(0.1)
         self.alike = self.chance(0.6)
+        self.writes_otherwise = self.chance(0.3)
+        self.extracts = self.writes_otherwise and self.chance(0.8)
+        self.lowers = self.extracts and self.chance(0.4)
+        self.parses = self.chance(0.25)
         self._ids = 10
 
     def chance(self, share: float) -> bool:
@@ -82,26 +101,27 @@ class Episode:
 
     # -- calls ----------------------------------------------------------------------------------------------------
 
-    def call(self, talk: Talk, wrote: Items) -> Made:
+    def call(self, talk: Talk, wrote: Items, **about: Any) -> Made:
         prompt = talk.seen + self._fresh(self.dice.randint(1, 2))
         if not any(talk is each for each in self.talks):
             self.talks.append(talk)
         if talk.calls and talk.broken:
             prompt[len(talk.seen) - 1] = self._fresh(1)[0]  # a template writes the last turn anew
-        return self._sample(talk, prompt, wrote)
+        return self._sample(talk, prompt, wrote, **about)
 
-    def again(self, talk: Talk, wrote: Items) -> Made:
+    def again(self, talk: Talk, wrote: Items, **about: Any) -> Made:
         """The last request once more; the agent goes on with this reply."""
         last = talk.calls.pop()
         talk.items = self._request
-        return self._sample(talk, last.seen[: self._prompt_len], wrote)
+        return self._sample(talk, last.seen[: self._prompt_len], wrote, **about)
 
-    def _sample(self, talk: Talk, prompt: list[int], wrote: Items) -> Made:
+    def _sample(self, talk: Talk, prompt: list[int], wrote: Items, **about: Any) -> Made:
         call_id = f"c{self.dice.randrange(10**6):06d}-{len(self.made)}"
         sampled = dict.fromkeys(self._fresh(self.dice.randint(1, 3)), -0.5)
         response_id = "resp" if self.one_response_id else f"resp-{call_id}"
         recorder = self.recorders.begin(call_id)
-        self.recorders.record(recorder, call_id, talk.items, prompt, sampled, wrote, response_id=response_id)
+        about = {"response_id": response_id, **about}
+        self.recorders.record(recorder, call_id, talk.items, prompt, sampled, wrote, **about)
         made = Made(call_id, wrote, [*prompt, *sampled], response_id)
         self.made.append(made)
         self._request, self._prompt_len = talk.items, len(prompt)
@@ -119,13 +139,22 @@ class Episode:
             wrote.append(said(self.dice.choice((*WORDS, f"step {len(self.made)}"))))
         if self.chance(0.8) or not wrote or wrote[-1]["type"] == "reasoning":
             name = self.dice.choice(TOOLS[: 1 if self.alike else None])
-            wrote.append({"type": "function_call", "call_id": f"f{len(self.made)}", "name": name, "arguments": "{}"})
+            arguments = "{}"
+            if self.parses:
+                name = self.dice.choice((name, SERVER + name))
+                arguments = self.dice.choice(self.dice.choice(CALLS[: 1 if self.alike else None]))
+            call = {"type": "function_call", "call_id": f"f{len(self.made)}", "name": name, "arguments": arguments}
+            wrote.append(call)
         return wrote
 
     def end(self, words: str) -> Items:
         """A last turn, as the model has it: with blanks, tags or a sentence about what the harness will hand in."""
         how = self.dice.choice(("{}", "{}", "{}\n", " {} ", "<think>well</think>{}", *CUT_OUT))
-        return [*([thought("so")] if self.chance(0.3) else []), said(how.format(words))]
+        text = how.format(words)
+        if self.writes_otherwise and self.chance(0.5):
+            written = self.dice.choice(WRITTEN.get(words, (words,)))
+            text = how.format(written) if self.chance(0.7) else FENCED.format(json.dumps({"answer": words}))
+        return [*([thought("so")] if self.chance(0.3) else []), said(text)]
 
     def finish(self, words: str) -> Items:
         """A last turn that calls the tool which takes the answer; the harness hands in its argument."""
@@ -139,7 +168,8 @@ class Episode:
     def words(self, share_of_own: float = 0.4) -> str:
         """Last words; where all are alike, everybody's."""
         if self.alike:
-            return self.dice.choice(FEW_WORDS)
+            found = self.dice.choice(FEW_WORDS)
+            return found.lower() if self.lowers and self.chance(0.5) else found
         return f"Finding {len(self.made)}." if self.chance(share_of_own) else self.dice.choice(WORDS)
 
     def sub_agents(self) -> None:
@@ -184,9 +214,14 @@ def hand_in(seed: int, recorders: Recorders) -> Handed:
     ending = it.dice.choices(("words", "out of steps", "silent", "finish"), (8, 1, 1, 1))[0] if whole else "words"
     words = it.words(0.5)
     if ending != "out of steps":
-        last = it.call(main, it.closing(ending, words))
+        # A harness that has its answer closes the stream: its last call is a gone client's.
+        left = {"client_gone": ending in ("words", "finish") and it.chance(0.15)}
+        last = it.call(main, it.closing(ending, words), **left)
         if it.chance(0.1):
-            last = it.again(main, it.closing(ending, it.words() if it.chance(0.5) else words))
+            if it.chance(0.5):
+                words = it.words()
+            last = it.again(main, it.closing(ending, words), **({} if it.chance(0.5) else left))
+        last.answer = words
         whole.append((last, main))
     truth = whole[-1][0]
     while it.subs and it.chance(0.8):
@@ -215,7 +250,7 @@ def _row(
     stripped, thoughts = it.chance(0.6), it.dice.choice(("kept", "dropped", "anew"))
     output: Items = []
     for made in shown:
-        wrote = [_as_shown(item, made is truth, stripped, thoughts, it) for item in made.wrote]
+        wrote = [_as_shown(item, made is truth, made.answer, stripped, thoughts, it) for item in made.wrote]
         output += [item for item in wrote if item is not None]
         if made is not truth or ending == "out of steps":
             output += _answers(made.wrote)
@@ -234,12 +269,14 @@ def _row(
         row["response"]["id"] = truth.response_id
     text = truth.text().strip()
     answer = _cut_out(text.removeprefix("<think>well</think>"))
-    told_apart = ending == "words" and not any(answer in made.text() for made in it.made if made is not truth)
+    others = [made for made in it.made if made is not truth]
+    told_apart = ending == "words" and not any(_letters(answer) in _letters(made.text()) for made in others)
     fits = form == "whole" or (form == "tail" and bool(output)) or form in ("final", "since compaction")
     own = not compacted or form in ("final", "since compaction")
     words_alone = all(item["type"] in ("message", "reasoning") for item in output)
     silent = any(talk.broken or not talk.calls or not _spoke_last(talk.calls[-1]) for talk in it.talks)
     sound = not (words_alone and silent) and not main.broken and output and answer == _last_words(output) == text
+    sound = sound and not it.parses
     return Handed(row, form, truth, followed, bool(told_apart and fits and own and sound))
 
 
@@ -248,14 +285,25 @@ def _last_words(output: Items) -> str:
     return str(last["content"][0]["text"]).strip() if last["type"] == "message" and last["role"] == "assistant" else ""
 
 
-def _as_shown(item: dict[str, Any], last: bool, stripped: bool, thoughts: str, it: Episode) -> dict[str, Any] | None:
-    """One item as the harness shows it: ids are its own, thoughts come and go, words lose blanks and tags."""
+def _as_shown(
+    item: dict[str, Any], last: bool, answer: str, stripped: bool, thoughts: str, it: Episode
+) -> dict[str, Any] | None:
+    """One item as the harness shows it: ids are its own, thoughts come and go, words lose blanks and tags.
+
+    Calls are shown as a framework validated them; of the last words a harness may extract the answer.
+    """
     if item["type"] == "reasoning":
         return {"kept": item, "dropped": None, "anew": thought("in short")}[thoughts]
     if item.get("name") == FINISH:
         return said(json.loads(item["arguments"])["answer"])
     if item["type"] == "function_call":
-        return {**item, "call_id": f"own-{item['call_id']}"}
+        shown = {**item, "call_id": f"own-{item['call_id']}"}
+        if it.parses:
+            parsed = dict(CALLS).get(item["arguments"], item["arguments"])
+            shown |= {"name": item["name"].removeprefix(SERVER), "arguments": parsed}
+        return shown
+    if last and it.extracts and answer:
+        return said(answer.lower() if it.lowers else answer)
     if not stripped:
         return item
     text = item["content"][0]["text"].removeprefix("<think>well</think>").strip()
@@ -268,6 +316,10 @@ def _cut_out(text: str) -> str:
         if text.startswith(before) and text.endswith(after):
             text = text.removeprefix(before).removesuffix(after)
     return text
+
+
+def _letters(text: str) -> str:
+    return "".join(each for each in text.casefold() if each.isalnum())
 
 
 def _spoke_last(made: Made) -> bool:

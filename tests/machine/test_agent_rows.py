@@ -16,6 +16,7 @@ from tests.machine.recorders import KINDS, Recorders
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.items import item_digests
 from toprope.trajectory import terminal
+from toprope.trajectory.content import Reading
 from toprope.trajectory.evidence import Evidence
 
 
@@ -63,7 +64,6 @@ def test_a_row_names_the_last_call_of_its_own_agent_or_trains_nothing(
     # To mask everything would be safe too.
     assert outcomes["content"] > rows / 5
     assert outcomes["response_id"] > rows / 50
-    assert outcomes["masked"] > rows / 5
     assert outcomes["had to be named"] > rows / 20
     assert {form for form in FORMS if outcomes[f"{form}: named"] < rows / 100} == set()
 
@@ -79,13 +79,14 @@ def the_only_one_that_said_it(evidence: Evidence, entries: Sequence[TokenEntry],
 
 
 @pytest.mark.parametrize("guess", [the_last_that_said_it, the_only_one_that_said_it])
-def test_the_oracle_finds_readers_that_guess(
+def test_the_rows_are_hard_to_read(
     guess: Callable[..., tuple[str, ...]], loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(terminal, "written_by", guess)
+    """A reader that guesses is wrong in one row of fifty, whatever share of them the real one masks."""
+    monkeypatch.setattr(terminal, "read_row", lambda *about: Reading(guess(*about)))
+    wrong = 0
     for seed in range(300):
         recorders = Recorders("unread", random.Random(seed), loop)
         handed = hand_in(seed, recorders)
-        if breach(handed, recorders.delivered(handed.row)) is not None:
-            return
-    pytest.fail("a reader that guesses is found safe")
+        wrong += breach(handed, recorders.delivered(handed.row)) is not None
+    assert wrong >= 6

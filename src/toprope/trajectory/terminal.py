@@ -6,16 +6,18 @@ A witness that speaks for nothing abstains. Those that speak must name one call,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from toprope.tokens.entry import TokenEntry
 from toprope.trajectory import reasons
-from toprope.trajectory.content import written_by
+from toprope.trajectory.content import read_row
 from toprope.trajectory.evidence import Call, Evidence
 
+METHODS = ("explicit", "declared", "response_id", "content")
+"""The witnesses, strongest first."""
 NOT_HELD = "response:"
 """Prefix of a claim that names a response id no record has."""
 
@@ -27,25 +29,29 @@ class TerminalWitnesses:
     `explicit`: the caller's `_ng_terminal_model_call_id`. `declared`: the records of the agent's
     `terminal_response_id`. `response_id`: those of the row's own response id. `content`: those that wrote the row's
     final output (`content.written_by`). The last two abstain when they name calls with different tokens, or one whose
-    record was set aside beside others.
+    record was set aside beside others. `unread` are calls that may have written that output though their clients had
+    gone (`content.read_row`): they name nobody, and where nobody is named they are not cut.
     """
 
     explicit: tuple[str, ...] = ()
     declared: tuple[str, ...] = ()
     response_id: tuple[str, ...] = ()
     content: tuple[str, ...] = ()
+    unread: frozenset[str] = frozenset()
 
     @classmethod
     def naming(cls, **claims: str) -> TerminalWitnesses:
         """Witnesses that name one call each: `naming(explicit="c2", content="c1")`."""
-        return cls(**{method: (call_id,) for method, call_id in claims.items()})
+        named: dict[str, Any] = {method: (call_id,) for method, call_id in claims.items()}
+        return cls(**named)
 
 
 @dataclass(frozen=True, slots=True)
 class Terminal:
     """What the witnesses agree on: the call and the method that names it; or the reasons why none is believed.
 
-    `named` are all call ids that some witness speaks for. Without any witness all three are empty.
+    `named` are all call ids that some witness speaks for, and without a call those that nobody read but that may be
+    the last. Without any witness there is nothing else.
     """
 
     call: Call | None = None
@@ -72,11 +78,13 @@ def witnesses_of(row: Mapping[str, Any], evidence: Evidence, entries: Sequence[T
         ),
         None,
     )
+    read = read_row(evidence, entries, response.get("output"))
     return TerminalWitnesses(
         explicit=(explicit,) if isinstance(explicit, str) and explicit else (),
         declared=(_with_response_id(entries, declared) or (NOT_HELD + declared,)) if declared else (),
         response_id=_with_response_id(entries, response.get("id")),
-        content=written_by(evidence, entries, response.get("output")),
+        content=read.writers,
+        unread=read.unread,
     )
 
 
@@ -86,14 +94,14 @@ def choose(witnesses: TerminalWitnesses, evidence: Evidence) -> Terminal:
     method: str | None = None
     found: set[str] = set()
     named: set[str] = set()
-    for each in fields(witnesses):
-        claim: tuple[str, ...] = getattr(witnesses, each.name)
+    for name in METHODS:
+        claim: tuple[str, ...] = getattr(witnesses, name)
         if not claim:
             continue
         calls = [evidence.calls[call_id] for call_id in sorted(set(claim)) if call_id in evidence.calls]
         all_held = len(calls) == len(set(claim))  # of a record that was set aside nobody knows what it sampled
         if calls and not (all_held and all(same_tokens(calls[0], other) for other in calls[1:])):
-            if each.name in ("response_id", "content"):
+            if name in ("response_id", "content"):
                 continue
             found.add(reasons.TERMINAL_AMBIGUOUS)
         named.update(claim)
@@ -101,9 +109,11 @@ def choose(witnesses: TerminalWitnesses, evidence: Evidence) -> Terminal:
         if fault is not None:
             found.add(fault)
         elif chosen is None:
-            chosen, method = calls[0], each.name
+            chosen, method = calls[0], name
         elif not same_tokens(chosen, calls[0]):
             found.add(reasons.TERMINAL_CONTRADICTION)
+    if chosen is None:
+        named |= witnesses.unread
     return Terminal(chosen, method, reasons.in_order(found), frozenset(named))
 
 
