@@ -18,7 +18,6 @@ from tests.machine.recorders import Recorders
 
 from toprope.dialects.chat_history import items_from_messages
 from toprope.tokens.entry import TokenEntry
-from toprope.tokens.items import item_digests
 from toprope.tokens.lineage import LineageHistory, decide
 from toprope.tokens.snapshot import TokenCaptureSnapshot
 from toprope.trajectory.terminal import TerminalWitnesses
@@ -85,6 +84,7 @@ class World:
         self.incomplete: list[str] = []
         self.harmed: set[str] = set()
         self._next = 10
+        self._asides = 0
         self._terse = self.dice.random() < 0.25  # few words, said again and again, shown ones too
         self._calls = self.dice.choice(CALLS) if self.dice.random() < 0.5 else None
 
@@ -132,7 +132,7 @@ class World:
             self._through(self.recorders, turn, dict(zip(gen, log_probs, strict=True)), **about)
             return turn
         if lost:
-            self.history.note_unrecorded(item_digests(items), items)
+            self.history.note_unrecorded(items)
             if self.dice.random() < 0.5:
                 self.incomplete.append(f"dangling_intent:{call_id}")
             return turn
@@ -171,7 +171,7 @@ class World:
 
     def _through(self, recorders: Recorders, turn: Turn, sampled: dict[int, float], **about: Any) -> None:
         late = about.pop("late", False)
-        recorder = recorders.begin(turn.call_id)
+        recorder = recorders.begin(turn.call_id, stream=about.pop("stream", True))
         if turn.recorded:
             record = partial(
                 recorders.record, recorder, turn.call_id, turn.items, turn.prompt, sampled, turn.output, **about
@@ -182,9 +182,8 @@ class World:
                 record()
             return
         self.overdue.append(lambda: recorders.lose(recorder, turn.call_id, turn.items))
-        # Else its loss is noticed only after calls that came later. Not where words repeat: until a loss is known, a
-        # beginning in words that another one was shown is one, as the rule has it.
-        if self._terse or self.dice.random() < 0.7:
+        # Else its loss is noticed only after calls that came later.
+        if self.dice.random() < 0.4:
             self.settle()
 
     def settle(self) -> None:
@@ -205,17 +204,23 @@ class World:
     def start(self, **about: Any) -> Turn:
         """A first call, a sub-agent's first call, or the first call after a compaction.
 
-        Some show turns that nobody sampled. Where lost calls cannot be ruled out those need not train.
+        Some show turns that nobody sampled. Those must train where nobody can have said anything before they came.
         """
+        silent = not self.turns
+        if self.recorders is not None:
+            silent = self.recorders.knows_silence(self._asides) and self._asides == len(self.turns)
         shown: Items = []
         if self.dice.random() < (0.4 if self._terse or self._calls is not None else 0.15):
             text = "ok" if self._terse else "shown"
             shown = [user("for example"), *self.dice.choice(SHOWN if self._calls is not None else SHOWN[:1])(text)]
-        return self.call(self.given(self.dice.randint(1, 3)), [*shown, user("task")], sound=not shown, **about)
+        return self.call(
+            self.given(self.dice.randint(1, 3)), [*shown, user("task")], sound=not shown or silent, **about
+        )
 
     def aside(self) -> Turn:
         """A call beside the conversation (a title) whose reply may come last of all."""
-        late = {"late": True} if self.recorders is not None else {}
+        self._asides += 1
+        late = {"late": True, "stream": False} if self.recorders is not None else {}
         return self.call(self.given(2), [user("a title?")], sound=True, **late)
 
     def go_on(self, turn: Turn, **about: Any) -> Turn:

@@ -93,6 +93,7 @@ class Recorders:
     """The custody of one tree. Runs on a loop of its own; nothing here waits for anything but the recorder."""
 
     def __init__(self, kind: str, dice: random.Random, loop: asyncio.AbstractEventLoop) -> None:
+        self._kind = kind
         self._dice = dice
         self._loop = loop
         self._clock = itertools.count(1)
@@ -126,10 +127,14 @@ class Recorders:
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
         self._loop.run_until_complete(work)
 
-    def begin(self, call_id: str) -> Recorder:
+    def begin(self, call_id: str, *, stream: bool = True) -> Recorder:
         recorder = self._one()
-        self._run(recorder.begin(KEY, call_id))
+        self._run(recorder.begin(KEY, call_id, intent=Intent(stream=stream)))
         return recorder
+
+    def knows_silence(self, calls: int) -> bool:
+        """Whether the recorder of the next call knows that none of so many calls, all of them open, said anything."""
+        return self._kind == "alone" or (calls == 0 and self._kind in ("pair", "crowd"))
 
     def record(
         self,

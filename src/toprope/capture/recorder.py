@@ -29,6 +29,7 @@ from toprope.capture.evidence import judged, record_of
 from toprope.capture.known_rollout import Rollout
 from toprope.capture.protocols import (
     AbortingSink,
+    BeginAck,
     CallJournal,
     CaptureReader,
     EntryConflict,
@@ -41,12 +42,10 @@ from toprope.capture.protocols import (
 from toprope.errors.tree import CaptureClosed, CaptureError, ConfigError
 from toprope.tokens.entry import BadRecord, TokenEntry
 from toprope.tokens.hashing import ChainHash
-from toprope.tokens.items import item_digests
 from toprope.tokens.lifecycle import typed_reason
 from toprope.tokens.lineage import (
     DEFERRED,
     DEFERRED_ALL_TOLD,
-    FIRST_CALL,
     ParentChoice,
     decide_asked,
 )
@@ -148,10 +147,11 @@ class Recorder:
             if known is not None and known is self._rollouts.get(key) and known.is_outlived(ack, held):
                 self.forget(key)
                 self._beginnings.outlived(key)
-            rollout = self._rollout(key)
-            rollout.learn_from_begin(ack)
-            if len(rollout.history) == 0:
-                self._beginnings.began(key, call_id)
+            place = ack.calls if isinstance(ack, BeginAck) else 0
+            if place > 1 and key not in self._rollouts:
+                place = 0  # this recorder forgot it, and it may have been made new since
+            self._rollout(key).learn_from_begin(ack)
+            self._beginnings.began(key, call_id, place, stream=intent is None or intent.stream)
 
     async def record(self, call: CallEvidence) -> None:
         """On return the call is durable, or its rollout is durably marked incomplete and the reason is in the log.
@@ -217,7 +217,7 @@ class Recorder:
             tokens = judged(call)
             entry = await self._decided(call, tokens)
         except BadRecord as fault:
-            self._note_unrecorded(call.key, call.call_id, call.marks(), call.request_items)
+            self._note_unrecorded(call.key, call.call_id, call.request_items)
             await self._lose(call.key, call.call_id, fault.reason, str(fault))
             return
         except _WHATEVER as error:  # a fault of ours must not fail the agent's call
@@ -268,12 +268,17 @@ class Recorder:
         # From here to the end nothing is awaited: a parallel call sees either none of this or all.
         asked = call.asked if call.asked is not None else rollout.history.asked_by(call.request_items)
         choice = decide_asked(
-            rollout.history, asked, tokens.prompt_token_ids, continues=call.continues, items=call.request_items
+            rollout.history,
+            asked,
+            tokens.prompt_token_ids,
+            continues=call.continues,
+            items=call.request_items,
+            before_any_reply=asked.count > 0 and self._beginnings.before_any_reply(call.key, call.call_id),
         )
         chain = choice.prompt_hash.extend(tokens.generation_token_ids)
         entry = record_of(call, rollout.laid_out(call.call_id, choice, tokens), choice, chain, self._clock())
         rollout.history.add(entry, choice.asked, chain=chain, beginning=choice.beginning)
-        self._beginnings.recorded(call.key, call.call_id, choice.item_digests if choice.reason == FIRST_CALL else ())
+        self._beginnings.recorded(call.key, call.call_id, choice.doubtful)
         self._grow(
             call.key, rollout, len(tokens.prompt_token_ids) - choice.suffix_start + len(entry.generation_log_probs)
         )
@@ -294,8 +299,10 @@ class Recorder:
     async def _abort(self, key: str, call_id: str, reason: str, items: Sequence[Mapping[str, Any]]) -> None:
         if reason.startswith(_NOTHING_SAMPLED):
             self._beginnings.recorded(key, call_id)  # nothing of it can stand anywhere
-        elif self._note_unrecorded(key, call_id, item_digests(items), items):
-            await self._mark(key, call_id, "unobserved_path:the first recorded call may hold what this one said")
+        elif self._note_unrecorded(key, call_id, items) and not await self._mark(
+            key, call_id, "unobserved_path:a recorded call may hold what this one said"
+        ):
+            return  # its open intent is what is left to say it
         if self._aborting is None:
             return
         try:
@@ -309,7 +316,7 @@ class Recorder:
 
     async def _lose(self, key: str, call_id: str, reason: str, detail: str) -> None:
         log.warning("capture: call %s of %s is not on record (%s): %s", call_id or "-", key, reason, detail)
-        self._beginnings.lost(key, call_id, ())
+        self._beginnings.lost(key, call_id)
         if await self._mark(key, call_id, reason) and call_id and self._aborting is not None:
             # Said durably: nobody need wait for this call any more.
             await self._abort(key, call_id, f"lost:{reason.partition(':')[0]}", ())
@@ -354,14 +361,12 @@ class Recorder:
                     self._grow(key, rollout, len(entry.generation_token_ids))
             rollout.synced += len(found)
 
-    def _note_unrecorded(
-        self, key: str, call_id: str, marks: tuple[str, ...], items: Sequence[Mapping[str, Any]]
-    ) -> bool:
-        """Whether the first recorded call may hold what this one said."""
+    def _note_unrecorded(self, key: str, call_id: str, items: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether a recorded call may hold what this one said."""
         if self._reader is None:
             return False
-        self._rollout(key).history.note_unrecorded(marks, items)
-        return self._beginnings.lost(key, call_id, marks)
+        self._rollout(key).history.note_unrecorded(items)
+        return self._beginnings.lost(key, call_id, items)
 
     def _grow(self, key: str, rollout: Rollout, ids: int) -> None:
         if self._rollouts.get(key) is not rollout:

@@ -63,17 +63,24 @@ def item_digests(items: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def said_by_all(items: Iterable[Mapping[str, Any]], marks: Iterable[str]) -> tuple[str, ...]:
-    """One digest for each item, in order, whoever wrote it: role and words, ids and other fields left out.
+    """One digest for each item, in order, whoever wrote it: role and words, and no ids.
 
-    `marks` are the `item_digests` of `items`; the digest of a model-authored item is the `content_of` its mark.
+    `marks` are the `item_digests` of `items`; the digest of a model-authored item is its mark without the item's id.
     """
     left = iter(marks)
-    return tuple([content_of(next(left)) if is_model_authored(item) else _said_by_other(item) for item in items])
+    return tuple([_without_id(next(left)) if is_model_authored(item) else _said_by_other(item) for item in items])
 
 
 def is_mark(digest: str) -> bool:
     """Whether a digest of `said_by_all` is that of a model-authored item."""
     return ":" in digest
+
+
+def _without_id(mark: str) -> str:
+    content, _, names = mark.rpartition(":")
+    if _FIELD not in names:
+        return content
+    return f"{content}:{','.join(each for each in names.split(',') if each.startswith(_FIELD))}"
 
 
 def _said_by_other(item: Mapping[str, Any]) -> str:

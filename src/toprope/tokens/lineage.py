@@ -20,7 +20,7 @@ from toprope.tokens.entry import ParentDecision, TokenEntry, as_ids
 from toprope.tokens.hashing import BLOCK_IDS, ChainHash, Ids
 from toprope.tokens.items import CountedMarks, content_of, item_digests
 from toprope.tokens.sent import SentItems
-from toprope.tokens.shown import ShownTurns, shown_beginning
+from toprope.tokens.shown import Said, ShownBeginning, ShownTurns, shown_beginning
 from toprope.tokens.strands import Node, Strand
 
 FIRST_CALL: Final = "first_call"
@@ -49,7 +49,8 @@ class ParentChoice:
     prompt, made from the parent's: `prompt_hash.extend(generation).hexdigest()` is the entry's `chain_hash`, and
     `suffix_start` where a delta prompt begins (0 without a parent). `item_digests` is what the entry stores: the marks
     of the request that its parent does not account for. `asked` are all of them and `beginning` what a root was shown,
-    both for `LineageHistory.add`.
+    both for `LineageHistory.add`. `doubtful` is that beginning where a call that was open when this one began may have
+    said a part of it, should it be lost; None where that cannot be.
     """
 
     decision: ParentDecision
@@ -59,7 +60,8 @@ class ParentChoice:
     suffix_start: int = 0
     item_digests: tuple[str, ...] = ()
     asked: Asked | None = None
-    beginning: tuple[str, ...] = ()
+    beginning: Said = ()
+    doubtful: ShownBeginning | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,6 @@ class LineageHistory:
         self._nodes: dict[str, Node] = {}
         self._shown_turns = ShownTurns()
         self._contents: set[str] = set()
-        self._shown: list[CountedMarks] = []
         self._recent: list[_Request] = []
 
     def __len__(self) -> int:
@@ -98,7 +99,7 @@ class LineageHistory:
         asked: Asked | None = None,
         *,
         chain: ChainHash | None = None,
-        beginning: tuple[str, ...] = (),
+        beginning: Said = (),
     ) -> None:
         """Index one recorded call; `entry` has its whole prompt. A call id that is there already changes nothing.
 
@@ -146,15 +147,12 @@ class LineageHistory:
         node.seen = parent_seen(parent, take=True) if parent is not None else CountedMarks()
         node.seen.add(node.own_request, node.own_output)
 
-    def note_unrecorded(self, request_digests: Sequence[str], items: Sequence[Mapping[str, Any]] = ()) -> None:
+    def note_unrecorded(self, items: Sequence[Mapping[str, Any]] = ()) -> None:
         """A call with this request went upstream and left no record (aborted): part of its reply may be kept.
 
         Where its `items` are not told, any beginning that shows turns may go on from it.
         """
-        # Only a request from before anything was sampled vouches for its items; a later one may hold a lost turn.
-        if self.first_request_is_accounted_for(tuple(request_digests)):
-            self._shown.append(CountedMarks(request_digests))
-        self._shown_turns.note_lost(items, request_digests)
+        self._shown_turns.note_lost(items, first=not self._nodes)
 
     # -- questions ----------------------------------------------------------------------------------------------
 
@@ -182,19 +180,17 @@ class LineageHistory:
         """Whether all model-authored items of a request stand in the request of one recorded root."""
         return not asked or self._shown_turns.hold(asked)
 
-    def begins_a_conversation(
-        self, asked: tuple[str, ...], prompt: NDArray[np.uint32], beginning: tuple[str, ...] = ()
-    ) -> bool:
-        """Whether `asked`, which was shown to a recorded root, is shown here too.
+    def is_root_prompt(self, asked: tuple[str, ...], prompt: NDArray[np.uint32]) -> bool:
+        """Whether a recorded root had this very prompt and was shown `asked`."""
+        return self._shown_turns.is_root_prompt(asked, prompt)
 
-        Where a lost call may have been gone on from, equal words may be what that call said: then it is not.
-        """
-        return not asked or self._shown_turns.are_shown(asked, prompt, beginning, unseen=self.unseen)
+    def judged(self, beginning: Said) -> ShownBeginning:
+        """What a request shows, and whether a recorded root began so."""
+        return self._shown_turns.judged(beginning)
 
-    def first_request_is_accounted_for(self, asked: tuple[str, ...]) -> bool:
-        """Whether a first request may hold `asked`: nothing went before it, or the first that did held them already."""
-        nothing_before = not (self.unseen or self._shown_turns.any_lost)
-        return not asked or nothing_before or any(not bag.missing(asked) for bag in self._shown)
+    def is_nobodys_reply(self, shown: ShownBeginning) -> bool:
+        """Whether no lost call can have said what a beginning shows: where some are not known, any may have."""
+        return not self.unseen and self._shown_turns.is_nobodys_reply(shown)
 
     def all_recorded(self, asked: Sequence[str]) -> bool:
         """Whether the content of every mark was seen in some recorded call of this rollout."""
@@ -313,11 +309,14 @@ def decide_asked(
     *,
     continues: str | None = None,
     items: Sequence[Mapping[str, Any]] = (),
+    before_any_reply: bool = False,
 ) -> ParentChoice:
     """`decide` for a request whose marks are known already.
 
     `continues` names the recorded call whose ids the engine was given because its items are the request's: that call
     is the parent, or none is. Without `items` a beginning that shows turns is known by its ids alone once one is lost.
+    `before_any_reply`: the request came when no call of the rollout can have said anything, so that it holds no turn of
+    one, whenever it is recorded.
     """
     if continues is not None:
         given = history.begun_by(continues, prompt)
@@ -331,17 +330,14 @@ def decide_asked(
             suffix_start=given.cum_len,
             asked=asked,
         )
-    if len(history) == 0 and history.first_request_is_accounted_for(asked.all()):
-        return _orphan(history, prompt, "root", FIRST_CALL, asked, shown_beginning(items, asked.all()))
-    found = history.candidates(prompt)
+    first = len(history) == 0
+    found = () if first else history.candidates(prompt)
     if not found:
         marks = asked.all()
-        if len(history) > 0 and history.was_shown(marks):
-            beginning = shown_beginning(items, marks)
-            if history.begins_a_conversation(marks, prompt, beginning):
-                return _orphan(history, prompt, "root", CONTINUES_NOTHING, asked, beginning)
-            return _orphan(history, prompt, "unresolved", UNRECORDED_TURN, asked)
-        if len(history) > 0 and history.all_recorded(marks):
+        if first or before_any_reply or history.was_shown(marks):
+            reason = FIRST_CALL if first else CONTINUES_NOTHING
+            return _beginning(history, reason, asked, marks, prompt, items, certain=before_any_reply)
+        if history.all_recorded(marks):
             call, position = history.first_difference(prompt)
             where = f":{call}@{position}" if call is not None else f":@{position}"
             return _orphan(history, prompt, "unresolved", HISTORY_REWRITTEN + where, asked)
@@ -362,12 +358,35 @@ def decide_asked(
     )
 
 
+def _beginning(
+    history: LineageHistory,
+    reason: str,
+    asked: Asked,
+    marks: tuple[str, ...],
+    prompt: NDArray[np.uint32],
+    items: Sequence[Mapping[str, Any]],
+    *,
+    certain: bool,
+) -> ParentChoice:
+    """The decision for a request that is a root, unless a lost call may have said what it shows."""
+    if not marks:
+        return _orphan(history, prompt, "root", reason, asked)
+    shown = history.judged(shown_beginning(items, marks))
+    # Whatever is lost: the ids of a root are a root's.
+    certain = certain or history.is_root_prompt(marks, prompt)
+    if not certain and not history.is_nobodys_reply(shown):
+        return _orphan(history, prompt, "unresolved", UNRECORDED_TURN, asked)
+    return _orphan(history, prompt, "root", reason, asked, shown.said, None if certain else shown)
+
+
 def _orphan(
     history: LineageHistory,
     prompt: NDArray[np.uint32],
     decision: ParentDecision,
     reason: str,
     asked: Asked,
-    beginning: tuple[str, ...] = (),
+    beginning: Said = (),
+    doubtful: ShownBeginning | None = None,
 ) -> ParentChoice:
-    return ParentChoice(decision, None, reason, history.prompt_hash(None, prompt), 0, asked.all(), asked, beginning)
+    hashed = history.prompt_hash(None, prompt)
+    return ParentChoice(decision, None, reason, hashed, 0, asked.all(), asked, beginning, doubtful)

@@ -398,6 +398,130 @@ async def test_a_call_that_is_lost_after_a_later_first_one_was_recorded_puts_tha
     assert len(recorder._beginnings) == 0
 
 
+SHOWN = [user("ex"), assistant("ok")]
+
+
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize(
+    ("lost", "kept", "incomplete"),
+    [
+        ([user("q")], [user("q"), assistant("ok"), user("go on")], True),
+        ([user("q")], [*SHOWN, user("sub")], False),  # few-shot again, and the lost call was asked elsewhere
+        ([user("ex")], [*SHOWN, user("sub")], True),
+        ([*SHOWN, user("q")], [*SHOWN, user("sub")], False),
+        ([user("q")], [*SHOWN, user("task")], False),  # the very prompt of the root
+    ],
+)
+async def test_a_call_that_is_lost_after_a_later_beginning_was_recorded_puts_that_in_doubt(
+    lost: list[dict[str, Any]], kept: list[dict[str, Any]], incomplete: bool, forgets: bool
+) -> None:
+    """Another root was shown the same words: until the loss is known the beginning is one."""
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store)
+    await recorder.begin("k", "root")
+    await recorder.record(evidence("root", [*SHOWN, user("task")], prompt=(7, 8)))
+    await recorder.begin("k", "lost")
+    await recorder.begin("k", "later")
+    await recorder.record(evidence("later", kept, prompt=(7, 8) if kept[-1] == user("task") else (9,)))
+    if forgets:
+        recorder._let_go("k")
+    await recorder.abort("k", "lost", "upstream:transport_dropped", request_items=lost)
+    snapshot = await store.freeze("k")
+    assert [e.parent_decision for e in snapshot.entries] == ["root", "root"]
+    assert snapshot.incomplete == incomplete
+    assert len(recorder._beginnings) == 0
+
+
+@pytest.mark.promise("CP-9")
+async def test_a_doubt_that_cannot_be_written_leaves_the_lost_call_open() -> None:
+    class Unmarked(MemoryStore):
+        async def mark_incomplete(self, rollout_id: str, model_call_id: str = "", *, reason: str | None = None) -> None:
+            raise OSError(28, "no space")
+
+    store = Unmarked()
+    recorder = Recorder(store, reader=store)
+    await recorder.begin("k", "lost")
+    await recorder.begin("k", "first")
+    await recorder.record(evidence("first", KEPT))
+    await recorder.abort("k", "lost", "upstream:x", request_items=[user("hi")])
+    snapshot = await store.freeze("k")
+    assert snapshot.reasons == ("dangling_intent:lost",)
+
+
+@pytest.mark.promise("CP-9")
+async def test_a_call_that_is_lost_elsewhere_puts_a_later_beginning_in_doubt_before_it_is_recorded() -> None:
+    """Another worker's open call is nobody's that this one could watch: no beginning stands beside it."""
+    store = MemoryStore()
+    mine, other = Recorder(store, reader=store), Recorder(store, reader=store)
+    await mine.begin("k", "root")
+    await mine.record(evidence("root", [*SHOWN, user("task")]))
+    await other.begin("k", "lost")
+    await mine.begin("k", "later")
+    await mine.record(evidence("later", [user("q"), assistant("ok"), user("go on")], prompt=(9,)))
+    await other.abort("k", "lost", "upstream:transport_dropped", request_items=[user("q")])
+    assert [e.parent_decision for e in (await store.freeze("k")).entries] == ["root", "unresolved"]
+
+
+@pytest.mark.promise("CP-9")
+async def test_the_examples_of_a_lost_first_call_do_not_vouch_for_what_it_said() -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store)
+    for call, items in (("c1", [*SHOWN, user("task")]), ("c2", [user("task")])):
+        await recorder.begin("k", call)
+        await recorder.abort("k", call, "upstream:transport_dropped", request_items=items)
+    await recorder.begin("k", "c3")
+    await recorder.record(evidence("c3", [user("task"), assistant("ok"), user("go on")]))
+    assert [e.parent_resolution_reason for e in (await store.freeze("k")).entries] == ["unrecorded_turn"]
+
+
+@pytest.mark.promise("CP-16")
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize("end", ["recorded first", "recorded", "lost first", "lost"])
+@pytest.mark.parametrize(
+    ("order", "stream", "trains"),
+    [
+        (("main", "title"), True, True),
+        (("title", "main"), False, True),
+        (("title", "main"), True, False),  # a part of what it says may have left before the other came
+    ],
+)
+async def test_a_beginning_with_shown_turns_beside_a_title_trains_if_it_came_before_any_reply(
+    order: tuple[str, ...], stream: bool, trains: bool, end: str
+) -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store)
+    await asyncio.gather(*(recorder.begin("k", call, intent=Intent(stream=stream)) for call in order))
+
+    async def title() -> None:
+        if "recorded" in end:
+            await recorder.record(evidence("title", [user("a title?")], prompt=(9,)))
+        else:
+            await recorder.abort("k", "title", "client_gone", request_items=[user("a title?")])
+
+    if "first" in end:
+        await title()
+    await recorder.record(evidence("main", [*SHOWN, user("task")]))
+    if "first" not in end:
+        await title()
+    built = build(await store.freeze("k"), terminal=TerminalWitnesses.naming(explicit="main"))
+    if trains or end == "recorded":
+        assert isinstance(built, Trainable)
+        assert [trace.call_ids for trace in built.traces] == [("main",)]
+    else:
+        assert isinstance(built, Masked)
+
+
+@pytest.mark.promise("CP-9")
+async def test_a_first_call_here_is_none_where_another_worker_began_one_before() -> None:
+    store = MemoryStore()
+    mine, other = Recorder(store, reader=store), Recorder(store, reader=store)
+    await other.begin("k", "title", intent=Intent(stream=False))
+    await mine.begin("k", "main", intent=Intent(stream=False))
+    await mine.record(evidence("main", [*SHOWN, user("task")]))
+    assert [e.parent_decision for e in (await store.freeze("k")).entries] == ["unresolved"]
+
+
 @pytest.mark.promise("CP-9")
 async def test_what_follows_a_record_that_nobody_believes_is_no_beginning() -> None:
     """Two copies of the first call differ and are set aside; the second call continues it and must not stand alone."""

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import ResponseFunctionToolCall, ResponseFunctionToolCallItem
 
-from toprope.tokens.items import TOOL_RESULTS, CountedMarks, MarkBags, is_model_authored, item_digests
+from toprope.tokens.items import TOOL_RESULTS, CountedMarks, MarkBags, is_model_authored, item_digests, said_by_all
 from toprope.wire.message_fields import ABOUT_A_CALL
 
 
@@ -264,3 +264,23 @@ def test_bags_that_cannot_hold_a_mark_are_not_looked_at(monkeypatch: pytest.Monk
     assert not many.holds(("message:common:", "message:7:", "message:8:"))
     assert not many.holds(("message:nowhere:", "message:common:"))
     assert len(looks) == 2
+
+
+@pytest.mark.promise("CP-9")
+def test_what_items_say_tells_speakers_results_and_fields_apart_and_no_ids() -> None:
+    message = {"type": "message", "role": "user", "content": "a"}
+    reply = {"type": "message", "role": "assistant", "content": "a", "id": "m1"}
+    result = {"type": "function_call_output", "call_id": "c1", "output": "a"}
+    alike = [
+        [message, {"role": "user", "content": [{"type": "input_text", "text": "a"}], "id": "u1"}],
+        [{**message, "role": "developer"}],
+        [reply, {**reply, "id": "m2"}],
+        [{**reply, "thinking": "x"}, {**reply, "thinking": "x", "id": "m2"}],
+        [{**reply, "thinking": "y"}],
+        [{**reply, "thinking": "y", "note": "x"}],
+        [result, {**result, "call_id": "c2"}],
+        [{**result, "output": "b"}],
+    ]
+    said = [{said_by_all([each], item_digests([each])) for each in group} for group in alike]
+    assert [len(each) for each in said] == [1] * len(alike)
+    assert len(set().union(*said)) == len(alike)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from toprope.tokens.deferred import decide_deferred
@@ -20,7 +21,9 @@ from toprope.tokens.lineage import (
     LineageHistory,
     ParentChoice,
     decide,
+    decide_asked,
 )
+from toprope.tokens.shown import ShownBeginning, asked_for
 from toprope.tokens.strands import Strand
 
 GOLDEN = [
@@ -82,7 +85,7 @@ def test_golden_lineage(case: dict[str, Any]) -> None:
 def lose(history: LineageHistory, *request: str) -> None:
     """What the recorder does where a call with this request came to nothing."""
     items = [item(each) for each in request]
-    history.note_unrecorded(item_digests(items), items)
+    history.note_unrecorded(items)
 
 
 def few_shot(*, unseen: bool = False) -> LineageHistory:
@@ -228,7 +231,7 @@ def test_a_lost_call_under_the_id_of_a_recorded_one_is_no_turn_of_ours(other: st
         ask(history, ["u:eg", "f:c1:add", "o:c1:1", "u:hi", other, "o:c1:2"], [1, 2, 777]).reason == "unrecorded_turn"
     )
     first = LineageHistory()
-    first.note_unrecorded(item_digests([item("u:hi"), item("f:c1:add"), item("o:c1:1")]))
+    first.note_unrecorded([item("u:hi"), item("f:c1:add"), item("o:c1:1")])
     assert ask(first, ["u:hi", "f:c1:add", "o:c1:1"], [1]).decision == "root"
     assert ask(first, ["u:hi", other, "o:c1:2"], [1, 777]).reason == "unrecorded_turn"
 
@@ -250,7 +253,7 @@ def test_a_lost_turn_in_the_words_of_one_that_was_shown_is_no_shown_turn() -> No
     """What was said before the parent does not stand in for what was added after it."""
     history = LineageHistory()
     record(history, "c1", [item("u:eg"), item("a:ok"), item("u:task")], [1, 2], [3], [item("a:x")])
-    history.note_unrecorded(item_digests([item("a:ok"), item("a:x")]))
+    history.note_unrecorded([item("a:ok"), item("a:x")])
     kept = ["u:eg", "a:ok", "u:task", "a:x", "u:go", "a:ok", "u:on"]
     assert ask(history, kept, [1, 2, 3, 4, 777, 6]).reason == "unrecorded_turn"
     # Nor does it where the lost call was another conversation's first, of which the request may be the second.
@@ -298,7 +301,7 @@ def test_a_lost_call_that_was_shown_as_much_or_was_elsewhere_leaves_shown_turns_
 @pytest.mark.promise("CP-9")
 def test_a_lost_request_in_another_spelling_is_known_all_the_same() -> None:
     history = few_shot()
-    history.note_unrecorded((), [{"role": "user", "content": "eg", "id": "u1"}])
+    history.note_unrecorded([{"role": "user", "content": "eg", "id": "u1"}])
     assert ask(history, ["u:eg", "a:ok", "u:on"], [9, 777, 4]).reason == "unrecorded_turn"
 
 
@@ -381,7 +384,7 @@ def test_an_empty_call_is_never_a_parent() -> None:
 
 def test_a_partial_turn_of_an_aborted_call_is_seen_when_the_agent_keeps_it() -> None:
     history = LineageHistory()
-    history.note_unrecorded(item_digests([item("u:q"), item("a:shown"), item("u:hi")]))
+    history.note_unrecorded([item("u:q"), item("a:shown"), item("u:hi")])
     assert ask(history, ["u:q", "a:shown", "u:hi"], [1]).decision == "root"
     choice = ask(history, ["u:q", "a:shown", "u:hi", "a:par"], [1, 2])
     assert (choice.decision, choice.reason) == ("unresolved", "unrecorded_turn")
@@ -390,15 +393,15 @@ def test_a_partial_turn_of_an_aborted_call_is_seen_when_the_agent_keeps_it() -> 
 def test_what_a_lost_call_said_is_vouched_for_by_no_later_one() -> None:
     """A request that held a lost turn and was lost itself does not make that turn a shown one."""
     history = LineageHistory()
-    history.note_unrecorded(item_digests([item("u:hi")]))
-    history.note_unrecorded(item_digests([item("u:hi"), item("a:par"), item("u:go")]))
+    history.note_unrecorded([item("u:hi")])
+    history.note_unrecorded([item("u:hi"), item("a:par"), item("u:go")])
     assert ask(history, ["u:hi", "a:par", "u:go"], [1, 2]).reason == "unrecorded_turn"
 
 
 def test_a_first_request_with_model_turns_is_no_root_where_lost_calls_were_not_seen() -> None:
     history = LineageHistory(unseen=True)
     assert ask(history, ["u:hi", "a:shown", "u:go"], [1]).reason == "unrecorded_turn"
-    history.note_unrecorded(item_digests([item("u:hi"), item("a:shown"), item("u:go")]))
+    history.note_unrecorded([item("u:hi"), item("a:shown"), item("u:go")])
     assert ask(history, ["u:hi", "a:shown", "u:go"], [1]).reason == "unrecorded_turn"
     assert ask(history, ["u:hi"], [1]).reason == "first_call"
 
@@ -541,3 +544,195 @@ def test_finding_a_parent_compares_each_id_of_the_prompt_once(monkeypatch: pytes
     monkeypatch.setattr(Strand, "followed_by", counting)
     assert ask(history, ["u:x"], [*shared[:399], 5, 6, 7]).parent_call_id == "c299"
     assert 400 <= sum(compared) < 3 * 400
+
+
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize(
+    ("lost", "request_"),
+    [
+        ([["u:eg", "a:ok", "u:q"]], ["u:q", "a:ok", "u:on"]),  # what it said, the examples left out
+        ([["u:eg", "f:e:add", "o:e:1", "u:task"], ["u:task"]], ["u:task", "f:e:add", "u:on"]),
+        ([["u:task"]], ["u:asked for: task", "a:ok", "u:on"]),  # what it was asked in other words
+        ([["u:task"], ["u:task", "a:ok", "u:on"]], ["u:task", "a:ok", "u:on"]),
+        ([SHOTS, []], [*SHOTS, "u:task"]),  # nobody knows what the second one was asked
+    ],
+)
+def test_a_first_beginning_that_may_hold_what_a_lost_call_said_is_no_root(
+    lost: list[list[str]], request_: list[str]
+) -> None:
+    """Equal turns in a lost request are not enough: they stand after other users' items there."""
+    history = LineageHistory()
+    for each in lost:
+        lose(history, *each)
+    choice = ask(history, request_, [9, 777, 4])
+    assert (choice.decision, choice.reason) == ("unresolved", "unrecorded_turn")
+
+
+def test_a_first_beginning_that_every_lost_call_was_shown_is_one() -> None:
+    history = LineageHistory()
+    lose(history, "s:main", *SHOTS, "u:task")
+    lose(history, *SHOTS)
+    assert ask(history, ["s:sub", *SHOTS[:2], "u:task"], [1]).reason == "first_call"
+
+
+@pytest.mark.promise("CP-9")
+def test_a_field_beside_shown_words_is_no_shown_one() -> None:
+    history = LineageHistory()
+    lose(history, "u:eg", "a:ok", "u:q")
+    beside = {"type": "message", "role": "assistant", "content": "ok", "thinking": "what the lost call said"}
+    assert decide(history, [item("u:eg"), beside, item("u:q")], [1]).reason == "unrecorded_turn"
+    assert ask(history, ["u:eg", "a:ok", "u:q"], [1]).reason == "first_call"
+
+
+@pytest.mark.promise("CP-9")
+def test_a_request_from_before_any_reply_is_a_root_whatever_was_recorded_or_lost_since() -> None:
+    history = after_one_call([3], ["a:title"], [1, 2])
+    lose(history, "u:eg")
+    asked = history.asked_by([item(each) for each in [*SHOTS, "u:task"]])
+    prompt = np.array([8], dtype=np.uint32)
+    assert decide_asked(history, asked, prompt).decision == "unresolved"
+    choice = decide_asked(history, asked, prompt, before_any_reply=True)
+    assert (choice.decision, choice.reason, choice.doubtful) == ("root", "continues_nothing", None)
+    first = decide_asked(LineageHistory(unseen=True), asked, prompt, before_any_reply=True)
+    assert (first.decision, first.reason, first.doubtful) == ("root", "first_call", None)
+
+
+@pytest.mark.promise("CP-9")
+def test_what_a_root_shows_is_doubtful_but_where_its_very_prompt_is_a_roots() -> None:
+    history = few_shot()
+    known = ask(history, ["s:sub", *SHOTS, "u:sub"], [8]).doubtful
+    other = ask(history, ["u:other", "a:ok", "u:on"], [8]).doubtful
+    first = ask(LineageHistory(), [*SHOTS, "u:task"], [1, 2]).doubtful
+    assert known is not None
+    assert other is not None
+    assert first is not None
+    assert [known.known, other.known, first.known] == [True, False, False]
+    assert known.said == first.said != other.said
+    assert ask(history, [*SHOTS, "u:task"], [1, 2]).doubtful is None
+    assert ask(history, ["u:sub"], [8]).doubtful is None
+    assert ask(history, [*SHOTS, "u:task", "a:x"], [1, 2, 3, 4]).doubtful is None
+
+
+@pytest.mark.promise("CP-9")
+def test_a_beginning_stands_beside_a_lost_call_that_was_shown_it_or_if_known_was_asked_elsewhere() -> None:
+    shots, title = asked_for([item(each) for each in SHOTS]), asked_for([item("u:title?")])
+    greeting = asked_for([item("a:hi"), item("u:q")])
+    cases = [
+        (ShownBeginning(shots[:2], known=False), shots, True),
+        (ShownBeginning(shots, known=True), shots[:2], False),
+        (ShownBeginning(shots, known=False), title, False),
+        (ShownBeginning(shots, known=True), title, True),
+        (ShownBeginning(shots, known=True), (*title, shots[0]), False),
+        (ShownBeginning(greeting[:1], known=True), title, False),  # a reply may stand first, what was asked left out
+        (ShownBeginning(greeting[:1], known=False), greeting, True),
+        (ShownBeginning(shots, known=True), (), False),
+        (ShownBeginning((), known=True), shots, False),
+    ]
+    for shown, lost, stands in cases:
+        assert shown.stands_beside(lost) is stands
+
+
+def test_instructions_of_every_kind_are_left_out_at_the_beginning_and_nowhere_else() -> None:
+    developer = {"type": "message", "role": "developer", "content": "be brief"}
+    shots = [item(each) for each in SHOTS]
+    assert asked_for([item("s:main"), developer, *shots]) == asked_for(shots)
+    assert asked_for([*shots, developer]) != asked_for(shots)
+
+
+class _Unread(dict[str, Any]):
+    """An item that must not be looked at."""
+
+    def get(self, *args: Any) -> Any:
+        raise AssertionError("read")
+
+
+@pytest.mark.promise("CP-9")
+def test_a_lost_request_is_read_only_as_far_as_recorded_beginnings_ask_about_it() -> None:
+    """A chat agent whose every call is aborted once would have its whole conversation digested each time."""
+    plain = after_one_call([3], ["a:x"], [1, 2])
+    plain.note_unrecorded([_Unread()])
+    assert ask(plain, ["u:hi", "a:x", "u:go"], [1, 2, 3, 4]).parent_call_id == "c1"
+    assert ask(plain, ["u:sub"], [9]).reason == "continues_nothing"
+    history = few_shot()
+    history.note_unrecorded([*(item(each) for each in ["s:main", *SHOTS]), _Unread()])
+    assert ask(history, ["s:sub", *SHOTS, "u:sub"], [8]).reason == "continues_nothing"
+
+
+@pytest.mark.promise("CP-9")
+def test_a_beginning_that_lost_requests_were_not_compared_with_vouches_for_nobody() -> None:
+    history = few_shot()
+    lose(history, "u:new")
+    for call, prompt in (("c2", [5, 6]), ("c3", [7, 8])):
+        items = [item(each) for each in ["u:new", "a:ok", "u:go"]]
+        asked = history.asked_by(items)
+        before = call == "c2"
+        choice = decide_asked(history, asked, np.array(prompt, np.uint32), items=items, before_any_reply=before)
+        assert choice.reason == ("continues_nothing" if before else "unrecorded_turn")
+        history.add(entry_of(call, prompt, [9], [], choice), choice.asked, beginning=choice.beginning)
+    assert ask(history, [*SHOTS, "u:sub"], [8]).reason == "continues_nothing"
+
+
+@pytest.mark.promise("CP-9")
+def test_a_lost_request_from_before_the_first_record_is_known_whole() -> None:
+    for lost, reason in (
+        ("u:title?", "continues_nothing"),
+        ("u:eg2", "continues_nothing"),
+        ("u:eg", "unrecorded_turn"),
+    ):
+        history = LineageHistory()
+        lose(history, lost)
+        items = [item(each) for each in [*SHOTS, "u:task"]]
+        choice = decide_asked(
+            history, history.asked_by(items), np.array([1, 2], np.uint32), items=items, before_any_reply=True
+        )
+        history.add(entry_of("c1", [1, 2], [3], [item("a:x")], choice), choice.asked, beginning=choice.beginning)
+        assert ask(history, [*SHOTS, "u:sub"], [8]).reason == reason
+
+
+@pytest.mark.promise("CP-9")
+def test_two_roots_that_begin_otherwise_are_both_known_beside_a_lost_call() -> None:
+    """Of a lost request that begins as one root does, what the other begins with is looked for in all of it."""
+    other = ["u:o", "a:ok", "u:task"]
+    for lost, first, second in (
+        ([*SHOTS, "u:task"], True, True),
+        (["u:o", "a:ok"], True, True),
+        (["u:o"], True, False),
+        ([*SHOTS, "u:task", "a:x", "u:o"], True, False),
+        (["u:title?"], True, True),
+        (["u:t", "a:x", "u:eg", "u:o"], False, False),
+    ):
+        history = few_shot()
+        record(history, "c2", [item(each) for each in other], [5], [6], [item("a:y")])
+        lose(history, *lost)
+        reasons = [ask(history, [*each, "u:sub"], [8]).decision == "root" for each in (SHOTS, other[:2])]
+        assert reasons == [first, second], lost
+
+
+@pytest.mark.promise("CP-9")
+def test_more_lost_requests_than_are_told_apart_may_have_been_asked_anything() -> None:
+    history = LineageHistory()
+    for at in range(65):
+        lose(history, *SHOTS, f"u:{at}")
+        known = len(history._shown_turns._lost)
+        assert known == (at + 1 if at < 64 else 1)
+        assert (ask(history, [*SHOTS, "u:task"], [1]).decision == "root") == (at < 64)
+    history = few_shot()
+    for at in range(200):
+        lose(history, "s:main", *SHOTS, f"u:{at}")
+        lose(history, f"u:title {at}?")
+    assert len(history._shown_turns._lost) == 2
+    assert ask(history, [*SHOTS, "u:sub"], [8]).reason == "continues_nothing"
+
+
+@pytest.mark.promise("CP-9")
+def test_turns_that_a_call_without_a_place_held_are_nobodys_shown_ones() -> None:
+    history = after_one_call([3], ["a:x"], [1, 2])
+    assert record(history, "c2", [item("u:a"), item("a:lost"), item("u:b")], [5], [6], []).decision == "unresolved"
+    assert ask(history, ["u:z", "a:lost", "u:on"], [9]).decision == "unresolved"
+
+
+@pytest.mark.promise("CP-9")
+def test_what_nobody_saw_lost_is_not_made_up_for_by_a_loss_that_is_known() -> None:
+    history = few_shot(unseen=True)
+    lose(history, "u:title?")
+    assert ask(history, [*SHOTS, "u:sub"], [8]).reason == "unrecorded_turn"
