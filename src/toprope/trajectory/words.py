@@ -23,6 +23,7 @@ _APART = "\0"
 _POINT = "ˑ"
 """The decimal point where signs are dropped: a letter, and in no text."""
 _SIGNS = re.compile(rf"(?:[^\w{_APART}]|_)+")
+_ASCII_SIGNS = bytes(each for each in range(1, 128) if not chr(each).isalnum())
 _NUMBER = re.compile(r"\d+(?:[.,'’ ]\d{3}(?!\d))*(?:[.,]\d+)?|[.,]\d+")
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
@@ -42,6 +43,8 @@ class _Letters:
 
     @cached_property
     def text(self) -> str:
+        if self.source.isascii():  # ten times as fast
+            return self.source.encode().translate(None, _ASCII_SIGNS).decode()
         return _SIGNS.sub("", self.source)
 
     @cached_property
@@ -81,11 +84,14 @@ class Text:
     raw: str
 
     @cached_property
-    def _letters(self) -> tuple[_Letters, ...]:
-        """As it is and with its numbers written one way."""
-        folded = unicodedata.normalize("NFKD", self.raw).casefold()  # accents become signs
-        numbered = _NUMBER.sub(_number, folded)
-        return (_Letters(folded),) if numbered == folded else (_Letters(folded), _Letters(numbered))
+    def _letters(self) -> _Letters:
+        return _Letters(unicodedata.normalize("NFKD", self.raw).casefold())  # accents become signs
+
+    @cached_property
+    def _numbered(self) -> tuple[_Letters, ...]:
+        """The letters as they are and, if that differs, with numbers written one way."""
+        numbered = _NUMBER.sub(_number, self._letters.source)
+        return (self._letters,) if numbered == self._letters.source else (self._letters, _Letters(numbered))
 
     @cached_property
     def _undone(self) -> tuple[Text, ...]:
@@ -100,8 +106,13 @@ class Text:
         """Whether `part` may be cut out of this, however it was quoted here and normalised there."""
         if _is_among(part.raw, self.raw):
             return True
-        parts = {letters.text for letters in part._letters}
-        return any(letters.hold(each) for text in self._undone for letters in text._letters for each in parts)
+        parts = {letters.text for text in part._undone for letters in text._numbered}
+        has_numbers = any(map(str.isdecimal, part.raw))
+        for text in self._undone:
+            for letters in text._numbered if has_numbers else (text._letters,):
+                if any(letters.hold(each) for each in parts):
+                    return True
+        return False
 
 
 @dataclass(frozen=True, eq=False)
