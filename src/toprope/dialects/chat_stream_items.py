@@ -12,7 +12,10 @@ from typing import Any
 
 from toprope.canonical.json import NotJson, loads
 from toprope.dialects.chat_history import argument_text
+from toprope.dialects.chat_stream_fields import grown, is_told, whole
 from toprope.dialects.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
+from toprope.errors.tree import BadRequest
+from toprope.wire.chat import BadChatReply, finite_or_null
 from toprope.wire.message_fields import says_something
 
 
@@ -81,7 +84,7 @@ class Braces:
     closed: bool = False
 
     def close_in(self, pieces: Iterable[str]) -> bool:
-        """Take further pieces in; whether the outermost brace has closed in one of them."""
+        """Take further pieces in; whether the outermost brace has closed in one of them, which is not asked again."""
         for piece in pieces:
             piece, self.escapes = piece[1:] if self.escapes and piece else piece, self.escapes and not piece
             for mark in _MARKS.findall(piece):
@@ -91,8 +94,10 @@ class Braces:
                     self.in_string = not self.in_string
                 elif not self.in_string:
                     self.depth += 1 if mark == "{" else -1
-                    self.closed = self.closed or self.depth <= 0
-        return self.closed
+                    if self.depth <= 0:
+                        self.closed = True
+                        return True
+        return False
 
 
 @dataclass(slots=True)
@@ -111,6 +116,7 @@ class GrowingCall:
     scanned: int = 0
     braces: Braces = field(default_factory=Braces)
     is_whole: bool = False
+    type: str = "function"
     rest: dict[str, Any] = field(default_factory=dict)
     beside: dict[str, Any] = field(default_factory=dict)
 
@@ -127,16 +133,14 @@ class GrowingCall:
         else:
             beside = {}
         if isinstance(piece.get("type"), str):
-            self.rest["type"] = piece["type"]
-        custom, known = more.get("custom"), self.rest.get("custom")
-        if isinstance(custom, Mapping) and isinstance(known, Mapping):
-            again = custom.get("name") == known.get("name")
-            self.rest["custom"] = joined(known, {k: v for k, v in custom.items() if not (again and k == "name")})
-            del more["custom"]
+            self.type = piece["type"]
         for fields, new in ((self.rest, more), (self.beside, beside)):
             for name, value in new.items():
-                fields[name] = value if fields.get(name, value) == value else joined(fields[name], value)
-        return any(map(says_something, (custom, *more.values(), *beside.values())))
+                if name not in fields:
+                    fields[name] = grown(None, value)
+                elif name == "custom" or not is_told(fields[name], value):  # an input may well say the same twice
+                    fields[name] = grown(fields[name], value)
+        return any(map(says_something, (*more.values(), *beside.values())))
 
     def news(self, at: int) -> list[Delta]:
         said, self.unsent = self.unsent, ""
@@ -160,14 +164,14 @@ class GrowingCall:
         space under this call's own name still belongs to it."""
         if not isinstance(function, dict) or not function.get("name") or not self.name or not self.complete():
             return False
-        arguments = argument_text(function.get("arguments"))
+        arguments = arguments_of(function)
         return function["name"] != self.name or not arguments or bool(arguments.strip(_WHITE))
 
     def _again(self, function: Any) -> str | None:
         """The arguments of a piece that has the name of this complete call and an object of its own; else None."""
         if not isinstance(function, dict) or not self.name or function.get("name") != self.name:
             return None
-        arguments = argument_text(function.get("arguments"))
+        arguments = arguments_of(function)
         if not (arguments.lstrip().startswith("{") and arguments.rstrip().endswith("}")):
             return None
         return arguments if self.complete() else None
@@ -192,30 +196,27 @@ class GrowingCall:
 
     def whole(self) -> dict[str, Any]:
         """The call as a plain reply has it."""
-        function = {**self.beside, "name": self.name, "arguments": self.arguments.whole()}
-        if self.rest.get("type") == "custom" and isinstance(self.rest.get("custom"), dict) and not self.name:
-            return {"id": self.said_id, **self.rest}
-        return {"id": self.said_id, "type": "function", "function": function, **self.rest}
+        rest = {name: whole(value) for name, value in self.rest.items()}
+        if self.type == "custom" and isinstance(rest.get("custom"), dict) and not self.name:
+            return {"id": self.said_id, "type": self.type, **rest}
+        beside = {name: whole(value) for name, value in self.beside.items()}
+        function = {**beside, "name": self.name, "arguments": self.arguments.whole()}
+        return {"id": self.said_id, "type": self.type, "function": function, **rest}
 
 
 _CALL_FIELDS = frozenset(("id", "type", "index", "function"))
 _FUNCTION_FIELDS = frozenset(("name", "arguments", "parsed_arguments"))
 
 
-def joined(old: Any, new: Any) -> Any:
-    """Two values of a field that we do not read, joined as the public libraries join them."""
-    if isinstance(old, str) and isinstance(new, str):
-        return old + new
-    if isinstance(old, list) and isinstance(new, list):
-        return old + new
-    if isinstance(old, dict) and isinstance(new, dict):
-        return {**old, **{name: _joined_field(name, old.get(name), value) for name, value in new.items()}}
-    return new
-
-
-def _joined_field(name: str, old: Any, new: Any) -> Any:
-    again = name in ("id", "type") and old == new  # what it is, said once more
-    return new if old is None or again else joined(old, new)
+def arguments_of(function: Mapping[str, Any]) -> str:
+    """The arguments in a piece of a call, as a plain reply's are read. Raises `BadChatReply` for what is no text."""
+    told = function.get("arguments")
+    if isinstance(told, str):
+        return told
+    try:
+        return argument_text(finite_or_null(told))
+    except BadRequest as error:
+        raise BadChatReply(error.message) from error
 
 
 def given_id(piece: Mapping[str, Any]) -> str:

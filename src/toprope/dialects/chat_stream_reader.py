@@ -16,9 +16,9 @@ from typing import Any
 
 import msgspec
 
-from toprope.dialects.chat_history import argument_text
 from toprope.dialects.chat_parts import is_text_alone
-from toprope.dialects.chat_stream_items import GrowingCall, GrowingPiece, GrowingText, given_id, joined
+from toprope.dialects.chat_stream_fields import grown, whole
+from toprope.dialects.chat_stream_items import GrowingCall, GrowingPiece, GrowingText, arguments_of, given_id
 from toprope.dialects.chat_stream_order import in_usual_order, order_of, parts_of
 from toprope.dialects.chat_turn import thoughts_among
 from toprope.dialects.deltas import Delta, ReasoningDelta, TextDelta, ToolCallDelta
@@ -44,11 +44,13 @@ class ChatStreamReader:
         self._choice: dict[str, Any] = {}
         self._lists: dict[str, list[Any]] = {}
         self._logprobs: dict[str, list[Any]] = {}
-        self._message: dict[str, Any] = {}
+        self._role = "assistant"
+        self._fields: dict[str, Any] = {}
         self._texts: dict[str, GrowingText] = {}
         self._alone: set[str] = set()
         self._parts: list[Any] = []
         self._line: list[GrowingPiece | GrowingCall] = []
+        self._kinds: set[str] = set()
         self._calls: list[GrowingCall] = []
         self._blank = ""
         self._has_text = False
@@ -128,7 +130,7 @@ class ChatStreamReader:
         """
         if self._mute or not self._line or self._at + 1 != len(self._line) or self.finish_reason:
             return None
-        if not all(self._top.get(name) for name in _SAME) or self._message.get("role", "assistant") != "assistant":
+        if not all(self._top.get(name) for name in _SAME) or self._role != "assistant":
             return None
         item = self._line[-1]
         if isinstance(item, GrowingCall):
@@ -220,20 +222,14 @@ class ChatStreamReader:
             if isinstance(piece, dict):
                 self._take_call(piece)
         if isinstance(delta.get("role"), str):
-            self._message["role"] = delta["role"]
+            self._role = delta["role"]
         for name, value in delta.items():
             if value is not None and (name not in _READ or (name in _TEXTS and not isinstance(value, str))):
-                if (
-                    name == "function_call"
-                    and isinstance(value, dict)
-                    and not (self._calls or self._has_said("legacy"))
-                ):
+                is_call = name == "function_call" and isinstance(value, dict)
+                if is_call and not (self._calls or "legacy" in self._kinds):
                     self._held("legacy")
-                self._message[name] = joined(self._message[name], value) if name in self._message else value
+                self._fields[name] = grown(self._fields.get(name), value)
         return self._news()
-
-    def _has_said(self, kind: str) -> bool:
-        return any(each.kind == kind for each in self._line)
 
     def _held(self, kind: str) -> GrowingPiece:
         """The open piece of a kind that no delta tells: it keeps its place, and all from it on waits for the finish."""
@@ -255,7 +251,7 @@ class ChatStreamReader:
             self._fault = self._fault or "no_token_ids: one chunk has two thoughts under two names"
         for name in said:
             self._say("reasoning", delta[name])
-        if "thinking_blocks" in delta and not self._has_said("reasoning"):
+        if "thinking_blocks" in delta and "reasoning" not in self._kinds:
             blocks = delta["thinking_blocks"]
             if isinstance(blocks, list) and (thought := thoughts_among(blocks)):
                 self._held("blocks").text.add(thought)  # which the fields may still tell too
@@ -309,6 +305,7 @@ class ChatStreamReader:
             return last
         self._end(last)
         piece = GrowingPiece(kind)
+        self._kinds.add(kind)
         self._line.append(piece)
         return piece
 
@@ -339,9 +336,9 @@ class ChatStreamReader:
             if isinstance(name, str) and name != call.name:
                 self._mute = self._mute or call.begun
                 call.name += name
-            said = call.arguments.add(argument_text(function.get("arguments")))
+            said = call.arguments.add(arguments_of(function))
             call.unsent += said
-        self._mute = self._mute or call.rest.get("type") == "custom"
+        self._mute = self._mute or call.type == "custom"
 
     def _call_of(self, piece: Mapping[str, Any]) -> GrowingCall | None:
         """The call that a piece continues, None if it begins one.
@@ -382,20 +379,21 @@ class ChatStreamReader:
         return [each.text.whole() for each in self._line if each.kind == kind and isinstance(each, GrowingPiece)]
 
     def _whole_message(self) -> dict[str, Any]:
-        message: dict[str, Any] = {"role": "assistant", "content": None, **self._message}
+        message: dict[str, Any] = {"role": self._role, "content": None}
+        message.update({name: whole(value) for name, value in self._fields.items()})
         thought = "".join(self._said("reasoning"))
         message.update(
             {name: thought if name in THOUGHT_FIELDS else text.whole() for name, text in self._texts.items()}
         )
-        texts = self._said("message")
-        if texts or self._has_text:
-            message["content"] = "".join(texts)
+        text = "".join(self._said("message"))
+        if text or (self._has_text and not message.get("refusal")):  # beside a refusal an opening of nothing is null
+            message["content"] = text
         if self._parts:
-            text = [{"type": "text", "text": message["content"]}] if message["content"] else []
+            first = [{"type": "text", "text": text}] if text else []
             kinds = [each.kind for each in self._line]
             if "reasoning" in kinds[: kinds.index("parts")]:
                 del message["content"]  # the thought of a field left before those among the parts: so they are read
-            message["content"] = text + parts_of(self._parts)
+            message["content"] = first + parts_of(self._parts)
         if self._calls:
             message["tool_calls"] = [call.whole() for call in self._calls]
         return message

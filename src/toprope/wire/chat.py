@@ -221,7 +221,7 @@ def read_chat_object(
         body.get("prompt_token_ids"), choice.get("prompt_token_ids"), choice.get("token_ids"), message
     )
     return ChatReply(
-        message=_finite_or_null({k: v for k, v in message.items() if k not in TOKEN_FIELDS}),
+        message=finite_or_null({k: v for k, v in message.items() if k not in TOKEN_FIELDS}),
         finish_reason=finish_reason,
         id=_text(body.get("id")),
         model=_text(body.get("model")),
@@ -230,10 +230,10 @@ def read_chat_object(
         prompt_ids=parts.prompt,
         token_ids=parts.generation,
         log_probs=parts.log_probs,
-        logprobs=_finite_or_null(logprobs) if keep_logprobs and isinstance(logprobs, dict) else None,
+        logprobs=finite_or_null(logprobs) if keep_logprobs and isinstance(logprobs, dict) else None,
         extra=_present(
-            system_fingerprint=body.get("system_fingerprint"),
-            service_tier=body.get("service_tier"),
+            system_fingerprint=finite_or_null(body.get("system_fingerprint")),
+            service_tier=finite_or_null(body.get("service_tier")),
             stop_sequence=_stop_string(choice.get("finish_reason"), choice.get("stop_reason")),
         ),
         token_fault=parts.fault or fault or uncounted or _endless(finish_reason),
@@ -316,7 +316,7 @@ def _ids(values: list[int] | None) -> NDArray[np.uint32] | None:
     return ids
 
 
-def _finite_or_null(value: Any) -> Any:
+def finite_or_null(value: Any) -> Any:
     """`value` with every NaN and infinity as null, which is all that JSON can say of them to a client."""
     try:
         check_finite(value)

@@ -437,6 +437,65 @@ def test_fields_that_nobody_reads_are_joined_as_the_public_libraries_do():
     assert completion["system_fingerprint"] == "fp"
 
 
+def test_a_field_of_a_call_that_is_told_whole_once_more_is_not_joined():
+    signed = {"extra_content": {"google": {"thought_signature": "SIG"}}}
+    call = _call(0, "{}", id="c1", name="f", **signed)
+    call["function"]["note"] = "n"
+    halves = [{"extra_content": {"google": {"thought_signature": half}}} for half in ("S", "IG")]
+    for pieces in (
+        [call, call],
+        [call, {"index": 0, **signed, "function": {"note": "n"}}],
+        [_call(0, "{}", id="c1", name="f"), *({"index": 0, **half} for half in halves), {"index": 0, **signed}],
+    ):
+        _, completion = _read(*(_chunk({"tool_calls": [piece]}) for piece in pieces))
+        (whole,) = completion["choices"][0]["message"]["tool_calls"]
+        assert whole["extra_content"] == signed["extra_content"]
+        assert whole["function"].get("note") == ("n" if pieces[0] is call else None)
+
+
+def test_a_field_that_is_no_number_is_read_as_null_as_in_a_plain_reply():
+    for call in (
+        _call(0, "{}", id="c1", name="f", score=float("nan")),
+        {**_call(0, "{}", id="c1"), "function": {"name": "f", "arguments": "{}", "score": float("inf")}},
+    ):
+        for pieces in ([call], [call, call]):
+            reader = ChatStreamReader("r1")
+            for piece in pieces:
+                reader.feed(_chunk({"tool_calls": [piece]}))
+            (whole,) = reader.reply().message["tool_calls"]
+            assert {**whole, **whole["function"]}["score"] is None
+
+
+def test_arguments_that_are_an_object_are_written_as_a_plain_replys():
+    call = _call(0, {"a": float("nan"), "b": [float("-inf"), 1]}, id="c1", name="f")
+    deltas, completion = _read(_chunk({"tool_calls": [call]}))
+    assert deltas == [ToolCallDelta(0, '{"a":null,"b":[null,1]}', "f", "c1")]
+    plain = {"choices": [{"message": {"tool_calls": [{"id": "c1", "function": call["function"]}]}}]}
+    assert _items(completion) == with_item_ids(output_from_chat(read_chat_object(plain).message, "r1"), "r1")
+
+
+def test_arguments_that_cannot_be_written_are_no_reply():
+    deep: list = []
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(BadChatReply):
+        _read(_chunk({"tool_calls": [_call(0, deep, id="c1", name="f")]}))
+
+
+def test_nothing_more_leaves_of_a_call_whose_name_grew_after_it_had_left():
+    pieces = (_call(0, "{", id="c1", name="ad"), _call(0, "", name="d"), _call(0, "}"))
+    deltas, completion = _read(*(_chunk({"tool_calls": [piece]}) for piece in pieces))
+    assert deltas == [ToolCallDelta(0, "{", "ad", "c1")]
+    assert completion["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "add"
+
+
+def test_an_opening_that_says_nothing_puts_no_text_before_a_refusal():
+    for content in ("", None):
+        _, completion = _read(_chunk({"role": "assistant", "content": content}), _chunk({"refusal": "no"}))
+        (message,) = _items(completion)
+        assert message["content"] == [{"type": "refusal", "refusal": "no"}]
+
+
 def test_a_whole_message_in_place_of_a_delta_is_read():
     deltas, completion = _read({"choices": [{"index": 0, "message": {"role": "assistant", "content": "a"}}]})
     assert deltas == [TextDelta(0, "a")]

@@ -157,3 +157,33 @@ def test_a_long_reply_takes_the_short_road_from_its_second_piece_on():
         reply = reader.reply()
         assert np.array_equal(reply.token_ids, [5] * 50)
         assert np.array_equal(reply.log_probs, [-0.25] * 50)
+
+
+def _after(*chunks, short):
+    reader, deltas = ChatStreamReader("r1"), []
+    for chunk in chunks:
+        data = json.dumps(chunk).encode()
+        if not (short and reader.feed_plain([data], 0, deltas)):
+            deltas += reader.feed(json.loads(data))
+    return deltas, reader.result()
+
+
+def test_half_a_character_of_arguments_is_not_overtaken_on_the_short_road():
+    def piece(text, **more):
+        return _chunk(
+            {"tool_calls": [{"index": 0, "function": {"arguments": text, **more.pop("function", {})}, **more}]}
+        )
+
+    begun = piece("", id="c", type="function", function={"name": "f"})
+    for rest in ("x", "\ude00"):
+        told = [begun, piece('{"'), piece("\ud83d"), piece(rest), piece('":1}')]
+        short, long = _after(*told, short=True), _after(*told, short=False)
+        assert short == long
+        call = short[1]["choices"][0]["message"]["tool_calls"][0]
+        assert json.loads(call["function"]["arguments"]) == {json.loads(json.dumps("\ud83d" + rest)): 1}
+
+
+def test_a_role_that_is_told_again_counts_on_both_roads():
+    told = [_chunk({"role": "tool", "content": "a"}), _chunk({"role": "assistant", "content": "b"})]
+    for short in (True, False):
+        assert _after(*told, short=short)[1]["choices"][0]["message"]["role"] == "assistant"

@@ -371,6 +371,39 @@ def test_a_refusal_after_a_call_does_not_cut_and_an_empty_one_is_none():
         assert sum("refusal" in str(item) for item in end.output) == 1
 
 
+_BLOCK = {"thinking_blocks": [{"type": "thinking", "thinking": "hm", "signature": "s"}]}
+
+
+@pytest.mark.promise("MS-1")
+@pytest.mark.parametrize("dialect", ["chat", "responses", "messages"])
+@pytest.mark.parametrize(
+    ("deltas", "kinds"),
+    [
+        ([{"content": "x", **_BLOCK}], [*"rm"]),
+        ([{**_BLOCK, "content": "x"}, {"content": "y"}], [*"rm"]),
+        ([{"content": "x", **_BLOCK, "reasoning_content": "hm"}], [*"rm"]),
+        ([{"content": "x"}, _BLOCK], [*"mr"]),
+        ([{"content": "x"}, {"content": "y", **_BLOCK}, {"content": "z"}], [*"mrm"]),
+        ([of_call(add()), _BLOCK], [*"frm"]),  # the message has the block's signature
+        ([of_call(add()) | _BLOCK], [*"rfm"]),
+        ([of_call(add()), {"refusal": "no"}], [*"fm"]),
+        ([{"reasoning": "hm"}, of_call(add()), {"refusal": "no"}], [*"rfm"]),
+    ],
+    ids=["with text", "before text", "told twice", "after text", "within text", "after a call", "with a call",
+         "a refusal after a call", "a refusal after a thought and a call"],
+)  # fmt: skip
+def test_blocks_of_thoughts_and_refusals_cut_no_stream_wherever_they_come(dialect, deltas, kinds):
+    _, end = streamed(dialect, deltas)  # raises where what was sent contradicts the end
+    if dialect != "chat":
+        assert [item["type"][0] for item in end.output] == kinds
+    message = {}
+    for delta in deltas:
+        message = joined(message, delta)
+    plain = pivot({**message, "tool_calls": [add()]} if "tool_calls" in message else message).output
+    for kind in ("text", "refusal"):
+        assert _words(end.output, kind) == _words(plain, kind)
+
+
 def test_the_older_spelling_of_a_call_beside_the_newer_is_no_second_call():
     old = {"function_call": add()["function"]}
     for deltas in (
@@ -386,6 +419,18 @@ def test_the_older_spelling_of_a_call_beside_the_newer_is_no_second_call():
 def test_fields_of_a_message_stand_on_one_of_its_texts():
     _, end = streamed("responses", [{"content": "x"}, of_call(add()), {"content": "y"}, DETAILS])
     assert ["reasoning_details" in item for item in end.output] == [False, False, True]
+
+
+def test_two_signed_blocks_in_a_row_stay_two():
+    blocks = [{"type": "thinking", "thinking": text, "signature": text * 2} for text in ("a", "b")]
+    for deltas in ([{"thinking_blocks": blocks}], [{"thinking_blocks": [block]} for block in blocks]):
+        _, end = streamed("chat", [*deltas, {"content": "x"}])
+        assert chat_message(end.output)["thinking_blocks"] == blocks
+
+
+def test_the_status_that_an_upstream_gives_a_call_is_not_ours():
+    (item,) = pivot({"tool_calls": [add(status="in_progress", note="n")]}).output
+    assert (item["status"], item["note"]) == ("completed", "n")
 
 
 _PLACE = {"reasoning": 0, "thinking_blocks": 0, "thought_parts": 0, "tool_calls": 2, "function_call": 2}

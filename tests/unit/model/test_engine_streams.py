@@ -199,6 +199,60 @@ async def test_a_streamed_reply_equals_the_plain_one_however_it_is_cut(client, s
         assert getattr(reply.tokens, field).tolist() == getattr(plain.tokens, field).tolist()
 
 
+_ODD_CALL = '{"index": 0, "id": "c", "type": "function", "function": {"name": "f", "arguments": %s}, "score": %s}'
+_FIELD = '{"content": "hi", "x": X}'
+_DEEP = "[" * 3000 + "]" * 3000
+_HALF_DEEP = "[" * 700 + "NaN" + "]" * 700
+
+
+@pytest.mark.parametrize(
+    ("message", "top"),
+    [
+        ('{"tool_calls": [%s]}' % (_ODD_CALL % ('"{}"', "NaN")), '"m"'),
+        ('{"tool_calls": [%s]}' % (_ODD_CALL % ('"{}"', "-Infinity")), '"m"'),
+        ('{"tool_calls": [%s]}' % (_ODD_CALL % ('{"a": NaN}', "1")), '"m"'),
+        ('{"tool_calls": [%s]}' % (_ODD_CALL % ("NaN", "1e999")), '"m"'),
+        ('{"content": "hi", "score": NaN, "scores": [NaN, {"a": Infinity}]}', '"m"'),
+        ('{"content": "hi"}', "NaN"),
+        ('{"content": "hi"}', '{"a": [Infinity]}'),
+        (_FIELD.replace("X", _DEEP), '"m"'),
+        ('{"content": "hi"}', _DEEP),
+        ('{"tool_calls": [%s]}' % (_ODD_CALL % (_DEEP, "1")), '"m"'),
+        (_FIELD.replace("X", _HALF_DEEP), '"m"'),
+        ('{"tool_calls": [%s]}' % (_ODD_CALL % (_HALF_DEEP, "1")), '"m"'),
+        ('{"content": "hi"}', _HALF_DEEP),
+    ],
+    ids=["a call's field", "an infinite one", "in arguments", "for arguments", "a message's", "a fingerprint",
+         "in a fingerprint", "deep", "a deep fingerprint", "deep arguments", "deep and no number",
+         "deep arguments of no number", "a deep fingerprint of no number"],
+)  # fmt: skip
+async def test_what_json_cannot_hold_is_read_of_a_stream_as_of_a_plain_reply(client, message, top):
+    reply = (
+        '{"id": "up", "model": "m", "created": 1, "system_fingerprint": %s, "usage": null, "prompt_token_ids": [1],'
+        '"choices": [{"index": 0, "%s": %s, "finish_reason": "stop", "token_ids": [5],'
+        '"logprobs": {"content": [{"token": "a", "logprob": -0.5}]}}]}'
+    )
+    data = [(reply % (top, kind, message)).encode() for kind in ("message", "delta")]
+    told = []
+    script = [UpstreamReply(data[0]), stream([b"data: " + data[1] + b"\n\n"])]
+    async with serving(ScriptedUpstream(script)) as url:
+        engine = engine_at(client, url, max_attempts=1)
+        for emit in (None, lambda delta: None):
+            try:
+                told.append(await engine.generate(ask(emit, want_tokens=True)))
+            except EngineError as error:
+                told.append((error.kind, error.retryable))
+    plain, streamed_ = told
+    if isinstance(plain, tuple):
+        assert plain == streamed_
+        assert _DEEP in message + top or _HALF_DEEP in message + top
+    else:
+        assert plain.output == streamed_.output
+        assert plain.extra == streamed_.extra
+        assert [each.tokens.generation_token_ids.tolist() for each in told] == [[5], [5]]
+        json.dumps([plain.output, dict(plain.extra)], allow_nan=False)
+
+
 async def test_an_event_of_several_megabytes_is_read_and_one_over_the_limit_is_named(client):
     big = chunk({"content": "é\u2028" * 1_000_000})
     deltas = []

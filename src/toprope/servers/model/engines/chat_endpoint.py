@@ -158,7 +158,7 @@ class ChatEndpoint:
                 return _finished(read_chat_reply(reply.body, keep_logprobs=keep_logprobs), reply.url)
             except TellsError:
                 return event_error(reply.body, reply.url)
-            except BadChatReply as error:
+            except (BadChatReply, RecursionError) as error:
                 raise no_completion(reply.url, error) from error
 
         return await self._within_bounds(attempt)
@@ -262,7 +262,7 @@ class _Reading:
             return _finished(reader.reply(keep_logprobs=self._keep_logprobs), reply.url)
         except TellsError as told:
             raise event_error(whole.body, reply.url) from told
-        except (BadChatReply, SseTooLarge) as error:
+        except (BadChatReply, SseTooLarge, RecursionError) as error:  # what is nested so deeply cannot be told either
             raise no_completion(reply.url, error) from error
         except PeerError as error:  # over the limit, or an encoding that cannot be read
             raise EngineUnavailable(error.message, retryable=False) from error
@@ -322,7 +322,7 @@ def _finished(completion: ChatReply, url: str) -> ChatReply:
 def _parsed(data: bytes) -> Any:
     try:
         return msgspec.json.decode(data)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         pass
     try:
         return json.loads(data)  # takes the bare NaN and the lone surrogates that engines write

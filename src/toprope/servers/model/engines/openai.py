@@ -166,7 +166,7 @@ async def generate_at(
         # A Chat client joins what it is told into one message and sends that back: no order is kept for it.
         order = () if request.dialect == "chat" else completion.order
         output = output_from_chat(completion.message, request.call_id, order)
-    except BadRequest as error:
+    except (BadRequest, RecursionError) as error:
         raise no_completion(endpoint.base_url, error) from error
     tokens, fault = _tokens(completion, request.want_tokens, pinned)
     return EngineReply(
