@@ -21,6 +21,7 @@ FEW_WORDS = WORDS[:2]
 TOOLS = ("run_tests", "ls")
 FORMS = ("whole", "since compaction", "tail", "final", "no calls", "no words between")
 """What a harness hands in of its agent's conversation."""
+HABITS = ("closes the last stream", "extracts answers", "lowers them", "parses calls")
 CUT_OUT = ("The answer is {}", "答案是{}。", "{}km")
 """What stands round an answer that harnesses cut out: blanks, a script without any, a unit."""
 WRITTEN = {
@@ -73,6 +74,8 @@ class Handed:
     truth: Made
     followed: bool
     plain: bool
+    habits: frozenset[str]
+    """Those of `HABITS` that its harness had."""
 
 
 class Episode:
@@ -90,6 +93,8 @@ class Episode:
         self.extracts = self.writes_otherwise and self.chance(0.8)
         self.lowers = self.extracts and self.chance(0.4)
         self.parses = self.chance(0.25)
+        had = zip(HABITS[1:], (self.extracts, self.lowers, self.parses), strict=True)
+        self.habits = {name for name, has in had if has}
         self._ids = 10
 
     def chance(self, share: float) -> bool:
@@ -222,6 +227,7 @@ def hand_in(seed: int, recorders: Recorders) -> Handed:
                 words = it.words()
             last = it.again(main, it.closing(ending, words), **({} if it.chance(0.5) else left))
         last.answer = words
+        it.habits |= {HABITS[0]} if left["client_gone"] else set()
         whole.append((last, main))
     truth = whole[-1][0]
     while it.subs and it.chance(0.8):
@@ -277,7 +283,7 @@ def _row(
     silent = any(talk.broken or not talk.calls or not _spoke_last(talk.calls[-1]) for talk in it.talks)
     sound = not (words_alone and silent) and not main.broken and output and answer == _last_words(output) == text
     sound = sound and not it.parses
-    return Handed(row, form, truth, followed, bool(told_apart and fits and own and sound))
+    return Handed(row, form, truth, followed, bool(told_apart and fits and own and sound), frozenset(it.habits))
 
 
 def _last_words(output: Items) -> str:

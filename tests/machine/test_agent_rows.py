@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from tests.campaigns import campaign
-from tests.machine.agent_rows import FORMS, Handed, hand_in
+from tests.machine.agent_rows import FORMS, HABITS, Handed, hand_in
 from tests.machine.recorders import KINDS, Recorders
 
 from toprope.tokens.entry import TokenEntry
@@ -58,6 +58,7 @@ def test_a_row_names_the_last_call_of_its_own_agent_or_trains_nothing(
         named = not done["mask_sample"] and method in ("content", "response_id")
         outcomes["masked" if done["mask_sample"] else method] += 1
         outcomes[f"{handed.form}: named"] += named
+        outcomes.update(handed.habits if named else ())
         if handed.plain:
             outcomes["had to be named"] += 1
             assert named, f"seed {seed}, {handed.form}: {done}"
@@ -66,6 +67,7 @@ def test_a_row_names_the_last_call_of_its_own_agent_or_trains_nothing(
     assert outcomes["response_id"] > rows / 50
     assert outcomes["had to be named"] > rows / 20
     assert {form for form in FORMS if outcomes[f"{form}: named"] < rows / 100} == set()
+    assert {habit for habit in HABITS if outcomes[habit] < rows / 100} == set()
 
 
 def the_last_that_said_it(evidence: Evidence, entries: Sequence[TokenEntry], output: Any) -> tuple[str, ...]:
