@@ -229,6 +229,13 @@ RULES: tuple[Rule, ...] = (
     Rule("chat reply -> pivot", "index, status of a call; parsed_arguments", "dropped", why="an item has its own"),
     Rule("chat reply -> pivot", "choices[0].stop_reason", "renamed", "stop_sequence", "where it is a string"),
     Rule("chat reply -> pivot", "choice fields we do not know", "dropped", why="nothing reads them"),
+    Rule(
+        "chat reply -> pivot",
+        "entries of a list that have the same `index`, in a stream",
+        "folded",
+        "one entry",
+        "an unread field comes in pieces so, and public clients put it together so",
+    ),
     Rule("chat reply -> pivot", "white space after a streamed call", "dropped", why="a parser's; plain has none"),
     Rule("pivot -> chat reply", "item ids and statuses", "dropped", why="Chat messages have none"),
     Rule("pivot -> chat reply", "reasoning item", "folded", "message.reasoning_content"),
@@ -317,7 +324,9 @@ def render_table() -> str:
         "The pivot is the Responses form; an upstream that speaks Chat gets a Chat client's own body, cleaned, and",
         "otherwise what `pivot -> chat` makes. What a call lost (`tools.web_search`, `items.compaction`,",
         "`items.message.input_image`) stands in its model-call record; what of its reply a Messages client is not told",
-        "(`reply.message.images`, `reply.message.annotations`) stands there too.",
+        "(`reply.message.images`, `reply.message.annotations`) stands there too. Fields of an upstream's message that",
+        "are not read stand on its last text; where that text had ended in a Responses stream before they were known,",
+        "`response.completed` has them and `response.output_item.done` does not.",
     ]
     for way in dict.fromkeys(rule.way for rule in RULES):
         lines += ["", f"## {way}", "", "| field | what becomes of it | why |", "| --- | --- | --- |"]

@@ -242,7 +242,7 @@ def check_responses(served, client, script: Told, rng: random.Random) -> None:
         assert item == whole or (place < last and _without_late(item) == _without_late(whole))
 
 
-_LATE = ("images", "audio", "annotations", "note")
+_LATE = ("images", "audio", "annotations", "note", "reasoning_details")
 
 
 def _without_late(item: dict) -> dict:

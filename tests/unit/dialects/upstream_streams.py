@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,12 +44,66 @@ def said(seed: int) -> Said:
         runs.append((kind, _what(rng, kind, len(runs))))
     fields = rng.choice(({}, {}, {"images": [IMAGE]}, {"audio": VOICE}, {"annotations": [CITED]}, {"note": "n"}))
     deltas = [delta for kind, what in runs for delta in _deltas(rng, kind, what, runs)]
-    return Said(tuple(runs), (*deltas, *([fields] if fields else [])), _message(runs, fields))
+    deltas = _run_together(rng, deltas) if rng.random() < 0.3 else deltas
+    details = _details(rng) if rng.random() < 0.3 else []
+    for delta in _details_in_pieces(rng, details):
+        deltas.insert(rng.randint(0, len(deltas)), delta)
+    more = {"reasoning_details": details} if details else {}
+    return Said(tuple(runs), (*deltas, *([fields] if fields else [])), {**_message(runs, fields), **more})
+
+
+def _details(rng: random.Random) -> list[dict[str, Any]]:
+    """Entries of a list that comes in pieces, each with its index."""
+    kinds = rng.choices(("text", "summary"), k=rng.randint(1, 3))
+    return [
+        {"type": f"reasoning.{kind}", kind: "x" * rng.randint(2, 6), "id": f"d{at}", "format": "f", "index": at}
+        for at, kind in enumerate(kinds)
+    ]
+
+
+def _details_in_pieces(rng: random.Random, details: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Their pieces, some of several entries in one chunk; all say what and whose they are."""
+    pieces = []
+    for entry in details:
+        kind = "text" if "text" in entry else "summary"
+        pieces += [{**entry, kind: piece} for piece in _cut(rng, entry[kind])]
+    rng.shuffle(pieces)
+    while pieces:
+        some = rng.randint(1, len(pieces))
+        yield {"reasoning_details": pieces[:some]}
+        del pieces[:some]
+
+
+def _run_together(rng: random.Random, deltas: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Some chunks with the next in one, as of a gateway that makes a stream of a reply that it has whole."""
+    joined: list[dict[str, Any]] = []
+    for delta in deltas:
+        if joined and _go_together(joined[-1], delta) and rng.random() < 0.5:
+            joined[-1] = {**joined[-1], **delta}
+        else:
+            joined.append(delta)
+    return joined
+
+
+def _go_together(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether a chunk of both says what the two say: a thought among parts has no order to one of a field then, and a
+    text that goes on after the call in its chunk may go on with white space, which is a parser's there."""
+    if one.keys() & other.keys() or any(isinstance(each.get("content"), list) for each in (one, other)):
+        return False
+    return "content" not in other or not one.keys() & {"tool_calls", "function_call"}
 
 
 def _what(rng: random.Random, kind: str, place: int) -> Any:
     if kind == "tool_calls":
-        return {"id": f"c{place}", "type": "function", "function": {"name": "add", "arguments": f'{{"a": {place}}}'}}
+        call = {"id": f"c{place}", "type": "function", "function": {"name": "add", "arguments": f'{{"a": {place}}}'}}
+        odd = rng.random()
+        if odd < 0.1:
+            call["extra_content"] = {"google": {"thought_signature": "SIG"}}
+        elif odd < 0.2:
+            call["score"] = None  # which streams say as NaN
+        elif odd < 0.3:
+            call["function"]["arguments"] = {"a": rng.choice((place, None))}  # null: said as infinite
+        return call
     if kind == "function_call":
         return {"name": "add", "arguments": '{"a": 1}'}
     if kind == "parts":
@@ -66,8 +120,14 @@ def _deltas(rng: random.Random, kind: str, what: Any, runs: list[tuple[str, Any]
     elif kind == "tool_calls":
         calls = [each for each_kind, each in runs if each_kind == kind]
         index = next(at for at, each in enumerate(calls) if each is what)
-        yield {kind: [{**what, "index": index, "function": {"name": what["function"]["name"], "arguments": ""}}]}
-        for piece in _cut(rng, what["function"]["arguments"]):
+        name, arguments = what["function"]["name"], what["function"]["arguments"]
+        score = {"score": float("nan")} if "score" in what else {}
+        if isinstance(arguments, dict):  # it has no pieces
+            given = {key: float("inf") if value is None else value for key, value in arguments.items()}
+            yield {kind: [{**what, "index": index, "function": {"name": name, "arguments": given}}]}
+            return
+        yield {kind: [{**what, **score, "index": index, "function": {"name": name, "arguments": ""}}]}
+        for piece in _cut(rng, arguments):
             yield {kind: [{"index": index, "function": {"arguments": piece}}]}
     else:
         for piece in _cut(rng, what):
