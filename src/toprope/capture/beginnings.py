@@ -70,7 +70,7 @@ class Beginnings:
         if it is None:
             return
         began = it.open.pop(call_id, None)
-        if doubtful is not None and it.open:
+        if doubtful is not None:
             number = began[0] if began is not None else it.begun + 1
             it.watched[doubtful] = max(number, it.watched.get(doubtful, 0))
         self._ended(key, it)

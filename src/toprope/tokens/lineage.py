@@ -103,10 +103,10 @@ class LineageHistory:
     ) -> None:
         """Index one recorded call; `entry` has its whole prompt. A call id that is there already changes nothing.
 
-        `asked` and `beginning` are those of the `ParentChoice`. Without them the entry's own `item_digests` serve,
-        which is enough to rebuild a history after a restart. `chain` is the state of the entry's chain hash, from
-        whoever made it of the `ParentChoice` of this history: the parent's ids were compared then and are not compared
-        again. Raises `ValueError` for a delta prompt.
+        `asked` and `beginning` are those of the `ParentChoice`, whose `item_digests` the entry has. Without them these
+        serve, which is enough to rebuild a history after a restart. `chain` is the state of the entry's chain hash,
+        from whoever made it of the `ParentChoice` of this history: the parent's ids were compared then and are not
+        compared again. Raises `ValueError` for a delta prompt.
         """
         if entry.prompt_is_delta:
             raise ValueError(f"call {entry.model_call_id}: lineage needs the whole prompt, not a delta")
@@ -114,8 +114,6 @@ class LineageHistory:
             return
         parent = self._nodes.get(entry.parent_call_id or "") if entry.parent_decision == "resolved" else None
         said = entry.item_digests
-        if not said and parent is None and asked is not None:
-            said = asked.all()
         wrote = item_digests(entry.output_items)
         new = parent_seen(parent).missing(said) if parent is not None and said else said
         self._contents.update(content_of(mark) for mark in (*said, *wrote))

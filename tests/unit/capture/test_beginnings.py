@@ -127,6 +127,7 @@ def test_what_is_watched_goes_with_the_calls_that_it_is_watched_for() -> None:
         ([("t", 1, False), ("t", 1, False), ("a", 2, True)], True),
         ([("t", 0, False), ("a", 1, True)], True),
         ([("t", 0, False), ("a", 2, True)], False),
+        ([("t", 0, False), ("a", 0, True)], False),
     ],
 )
 def test_a_call_began_before_any_reply_if_all_older_ones_are_open_here_and_not_streamed(

@@ -487,9 +487,9 @@ async def test_the_examples_of_a_lost_first_call_do_not_vouch_for_what_it_said()
     ],
 )
 async def test_a_beginning_with_shown_turns_beside_a_title_trains_if_it_came_before_any_reply(
-    order: tuple[str, ...], stream: bool, trains: bool, end: str
+    order: tuple[str, ...], stream: bool, trains: bool, end: str, tmp_path: Path
 ) -> None:
-    store = MemoryStore()
+    store = SqliteStore(tmp_path / "c.sqlite")
     recorder = Recorder(store, reader=store)
     await asyncio.gather(*(recorder.begin("k", call, intent=Intent(stream=stream)) for call in order))
 
@@ -510,6 +510,51 @@ async def test_a_beginning_with_shown_turns_beside_a_title_trains_if_it_came_bef
         assert [trace.call_ids for trace in built.traces] == [("main",)]
     else:
         assert isinstance(built, Masked)
+    await store.close()
+
+
+@pytest.mark.promise("CP-9")
+async def test_an_open_call_of_an_earlier_attempt_says_nothing_of_the_next_one() -> None:
+    """Neither which call is the first of it, nor does its own loss put a root of it in doubt."""
+    store = MemoryStore()
+    recorder, other = Recorder(store, reader=store), Recorder(store, reader=store)
+    await recorder.begin("k", "old", intent=Intent(stream=False))
+    assert await store.supersede("k")
+    await other.begin("k", "lost", intent=Intent(stream=False))
+    await recorder.begin("k", "c1", intent=Intent(stream=False))
+    await recorder.record(evidence("c1", KEPT))
+    assert [e.parent_decision for e in (await store.freeze("k")).entries] == ["unresolved"]
+
+
+@pytest.mark.promise("CP-7")
+async def test_a_loss_of_an_earlier_attempt_puts_no_root_of_the_next_one_in_doubt(tmp_path: Path) -> None:
+    here, elsewhere = SqliteStore(tmp_path / "c.sqlite"), SqliteStore(tmp_path / "c.sqlite")
+    recorder = Recorder(here, reader=here)
+    for call in ("done", "old"):
+        await recorder.begin("k", call)
+    await recorder.record(evidence("done"))
+    await elsewhere.supersede("k")
+    await recorder.begin("k", "title")
+    await recorder.begin("k", "c1")
+    await recorder.record(evidence("c1", KEPT))
+    await recorder.record(evidence("title", [user("a title?")], prompt=(9,)))
+    await recorder.abort("k", "old", "upstream:x", request_items=[user("hi")])
+    assert not (await here.freeze("k")).incomplete
+    assert len(recorder._beginnings) == 0
+    for store in (here, elsewhere):
+        await store.close()
+
+
+async def test_calls_that_end_in_any_way_are_not_waited_for() -> None:
+    for store in (MemoryStore(), type("Mute", (Silent, Blind), {})()):
+        recorder = Recorder(store, reader=store)
+        for call in ("c1", "c2", "c3", "c4"):
+            await recorder.begin("k", call)
+        await recorder.record(evidence("c1"))
+        await recorder.record(evidence("c2", tokens=None))
+        await recorder.incomplete("k", "c3", "no_token_ids")
+        await recorder.abort("k", "c4", "not_sent")
+        assert len(recorder._beginnings) == 0
 
 
 @pytest.mark.promise("CP-9")
