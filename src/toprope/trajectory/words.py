@@ -52,17 +52,21 @@ class _Letters:
         """The places in `text` before which signs or blanks were left out."""
         return frozenset(accumulate(map(len, _SIGNS.split(self.source))))
 
-    def hold(self, part: str) -> bool:
-        """Whether `part`, letters too, may be cut out of this: not of a longer number nor, if short, of a word."""
+    def hold(self, part: str, *, was_cut: bool) -> bool:
+        """Whether `part`, letters too, may be cut out of this: not of a longer number nor, if short, of a word.
+
+        One that was cut by its length ends anywhere.
+        """
         if not part:
             return False
-        if len(part) > _SHORT and not part[0].isdecimal() and not part[-1].isdecimal():
+        if len(part) > _SHORT and not part[0].isdecimal() and (was_cut or not part[-1].isdecimal()):
             return part in self.text
         at = self.text.find(part)
         for _ in range(_TRIES):
             if at < 0:
                 return False
-            if not any(self._is_inside(edge, len(part) <= _SHORT) for edge in (at, at + len(part))):
+            edges = (at,) if was_cut else (at, at + len(part))
+            if not any(self._is_inside(edge, len(part) <= _SHORT) for edge in edges):
                 return True
             at = self.text.find(part, at + 1)
         return True
@@ -79,9 +83,13 @@ class _Letters:
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A text with one space for each blank, and what it may be once undone and normalised."""
+    """A text with one space for each blank, and what it may be once undone and normalised.
+
+    `was_cut` says that whoever showed it cut it by its length.
+    """
 
     raw: str
+    was_cut: bool = False
 
     @cached_property
     def _letters(self) -> _Letters:
@@ -110,7 +118,7 @@ class Text:
         has_numbers = any(map(str.isdecimal, part.raw))
         for text in self._undone:
             for letters in text._numbered if has_numbers else (text._letters,):
-                if any(letters.hold(each) for each in parts):
+                if any(letters.hold(each, was_cut=part.was_cut) for each in parts):
                     return True
         return False
 
@@ -177,7 +185,7 @@ class Mark:
         words = self.words or ""
         for dots in _CUT:
             words = words.removesuffix(dots)
-        return Text(words.rstrip())
+        return Text(words.rstrip(), words != self.words)
 
 
 Marks: TypeAlias = tuple[Mark, ...]
