@@ -325,8 +325,8 @@ def render_table() -> str:
         "otherwise what `pivot -> chat` makes. What a call lost (`tools.web_search`, `items.compaction`,",
         "`items.message.input_image`) stands in its model-call record; what of its reply a Messages client is not told",
         "(`reply.message.images`, `reply.message.annotations`) stands there too. Fields of an upstream's message that",
-        "are not read stand on its last text; where that text had ended in a Responses stream before they were known,",
-        "`response.completed` has them and `response.output_item.done` does not.",
+        "are not read stand on its last text, annotations on its first; where that text ended in a Responses stream",
+        "before they were known, `response.completed` has them and `response.output_item.done` does not.",
     ]
     for way in dict.fromkeys(rule.way for rule in RULES):
         lines += ["", f"## {way}", "", "| field | what becomes of it | why |", "| --- | --- | --- |"]

@@ -453,6 +453,13 @@ def test_a_field_of_a_call_that_is_told_whole_once_more_is_not_joined():
         assert whole["function"].get("note") == ("n" if pieces[0] is call else None)
 
 
+def test_an_input_of_a_custom_call_may_say_the_same_piece_twice():
+    piece = {"index": 0, "id": "c1", "type": "custom", "custom": {"name": "sh", "input": "ls "}}
+    _, completion = _read(*(_chunk({"tool_calls": [piece]}) for _ in range(3)))
+    (whole,) = completion["choices"][0]["message"]["tool_calls"]
+    assert whole == {"id": "c1", "type": "custom", "custom": {"name": "sh", "input": "ls " * 3}}
+
+
 def test_a_field_that_is_no_number_is_read_as_null_as_in_a_plain_reply():
     for call in (
         _call(0, "{}", id="c1", name="f", score=float("nan")),
