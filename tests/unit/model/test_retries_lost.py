@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from tests.unit.model.test_retries import (
     TOLD,
+    Looked,
     Steps,
     U,
     _answer,
@@ -193,23 +194,28 @@ async def test_a_call_that_could_not_say_how_it_ended_is_not_waited_for(tmp_path
     await store.close()
 
 
+@pytest.mark.parametrize("keyed", [False, True], ids=["marked", "keyed"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_keyed_repeat_whose_leave_could_not_be_noted_takes_no_answer_away(tmp_path, steps, stream, monkeypatch):
+async def test_a_repeat_whose_leave_could_not_be_noted_takes_no_answer_away(
+    tmp_path, steps, stream, keyed, monkeypatch
+):
     monkeypatch.setattr(repeats, "_SAID_S", 0.05)
     store = Gaps(tmp_path / "c.db", "waited_for:")
-    settings = {"recorder": Recorder(store, reader=store), "limits": Limits(drain_s=600)}
+    marks = [{"idempotency_key": "k"} if keyed else {"x_stainless_retry_count": str(count)} for count in range(3)]
+    recorder = Looked(store, reader=store)
+    settings = {"recorder": recorder, "limits": Limits(drain_s=600)}
     async with on_the_wire(engine=Typist(script=steps, size=99), **settings) as wire:
-        first = await wire.ask("chat", stream=stream, idempotency_key="k")
+        first = await wire.ask("chat", stream=stream, **marks[0])
         await steps.next(go=False)
         first.leave()
         await _journal(store, 1, lambda calls: calls[0].abort == "client_gone")
-        second = await wire.ask("chat", stream=stream, idempotency_key="k")
-        await _journal(store, 2)
+        second = await wire.ask("chat", stream=stream, **marks[1])
+        await asyncio.wait_for(recorder.looked.wait(), 10)
         second.leave()
         await asyncio.wait_for(store.lost.wait(), 10)
         steps.gates[0].set()
         await _journal(store, 2, lambda calls: calls[0].recorded)
-        assert said(await _answer(await wire.ask("chat", stream=stream, idempotency_key="k"))) == 0
+        assert said(await _answer(await wire.ask("chat", stream=stream, **marks[2]))) == 0
     assert len(steps.gates) == 1
     await store.close()
 
@@ -288,14 +294,16 @@ async def test_a_keyed_repeat_that_left_before_it_knew_takes_no_answer_away(step
 
 
 async def test_a_repeat_that_waits_to_see_what_another_worker_claims_has_claimed_nothing(tmp_path, steps):
-    """A marked retry may have what it waits for, and then it goes its own way."""
+    """So another one waits for the same, and has it where the first one leaves."""
     one, two = SqliteStore(tmp_path / "c.db"), SqliteStore(tmp_path / "c.db")
-    there, looked = Recorder(one, reader=one), asyncio.Event()
+    there, looked = Recorder(one, reader=one), {1: asyncio.Event(), 2: asyncio.Event()}
+    who = set()
 
     class Watched(Recorder):
         async def recorded(self, key, since=0):
             found = await super().recorded(key, since)
-            looked.set()
+            who.add(asyncio.current_task())
+            looked[len(who)].set()
             return found
 
     settings = {"recorder": Watched(two, reader=two), "limits": Limits(drain_s=600)}
@@ -305,14 +313,15 @@ async def test_a_repeat_that_waits_to_see_what_another_worker_claims_has_claimed
         for name in ("left", "silent"):
             await there.begin("4-2", name, intent=Intent(request_digest=tag))
         await there.abort("4-2", "left", "client_gone")
-        waiting = await wire.call(CAPTURED + path, body)
-        await asyncio.wait_for(looked.wait(), 10)
-        marked = await wire.call(CAPTURED + path, body, x_stainless_retry_count="1")
-        await _journal(one, 4)
+        first = await wire.call(CAPTURED + path, body)
+        await asyncio.wait_for(looked[1].wait(), 10)
+        second = await wire.call(CAPTURED + path, body)
+        await asyncio.wait_for(looked[2].wait(), 10)
+        first.leave()
+        await _journal(one, 4, lambda calls: calls[2].abort == "waited_for:left")
         await one.put(replace(entry("left", [1], [2], client_gone=True, output_items=(TOLD,)), rollout_id="4-2"))
-        assert said(await _answer(marked)) == 7
-        await steps.next()
-        assert said(await _answer(waiting)) == 0
+        assert said(await _answer(second)) == 7
+    assert steps.gates == []
     await one.close()
     await two.close()
 
