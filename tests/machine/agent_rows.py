@@ -155,6 +155,8 @@ class Episode:
     def end(self, words: str) -> Items:
         """A last turn, as the model has it: with blanks, tags or a sentence about what the harness will hand in."""
         how = self.dice.choice(("{}", "{}", "{}\n", " {} ", "<think>well</think>{}", *CUT_OUT))
+        if how == CUT_OUT[-1] and len(words) < 4 and not words.isdecimal():
+            how = "{}"  # a unit stands at a number; short words in other words are not looked for
         text = how.format(words)
         if self.writes_otherwise and self.chance(0.5):
             written = self.dice.choice(WRITTEN.get(words, (words,)))
@@ -256,7 +258,11 @@ def _row(
     stripped, thoughts = it.chance(0.6), it.dice.choice(("kept", "dropped", "anew"))
     output: Items = []
     for made in shown:
-        wrote = [_as_shown(item, made is truth, made.answer, stripped, thoughts, it) for item in made.wrote]
+        answers = [made.answer if item is made.wrote[-1] else "" for item in made.wrote]
+        wrote = [
+            _as_shown(item, made is truth, answer, stripped, thoughts, it)
+            for item, answer in zip(made.wrote, answers, strict=True)
+        ]
         output += [item for item in wrote if item is not None]
         if made is not truth or ending == "out of steps":
             output += _answers(made.wrote)

@@ -195,7 +195,7 @@ class _Said:
         """The writer of a row; `()` where several may be, None where the row is nobody's as it stands."""
         last, whole = _Sought(shown.last), _Sought(shown.marks, of_rival=False)
         alike = [call for call in self._calls.values() if self._counts(call) and self._may_show(call, last)]
-        self.unread.update(call.id for call in alike if _is_unread(call))
+        self.unread.update(call.id for call in self._calls.values() if self._may_be_unread(call, shown.marks[-1]))
         writers: list[Call] = []
         for call in alike:
             if self._shows(call, shown, whole):
@@ -222,6 +222,12 @@ class _Said:
         One that nobody read and that was asked again is none.
         """
         return call.id not in self._retried and (not call.is_empty or self._speaks(call.id))
+
+    def _may_be_unread(self, call: Call, last: Mark) -> bool:
+        """Whether a call whose client had gone said this somewhere: how it was read on the way nobody knows."""
+        if not _is_unread(call) or call.id in self._retried:
+            return False
+        return any(mark.may_say(last) or mark.may_hold(last) for mark in self._all[call.id])
 
     def _speaks(self, call_id: str) -> bool:
         return bool(spoken(self._marks[call_id]))

@@ -525,6 +525,10 @@ def test_an_unread_reply_that_may_be_the_last_is_not_cut() -> None:
         done = build(TokenCaptureSnapshot("r", tuple(entries), False, "s", 1), terminal=terminal)
         assert isinstance(done, Masked) == masks
     assert terminal.unread == frozenset()
+    for wrote, shown in ((thought("it is 42"), said("42")), (ran('{"answer": "42"}', "submit"), said("42"))):
+        gone = [replace(entries[0], output_items=(said("I submit it."), wrote)), v1]
+        for before in ([], [said("42."), said("42!")], [said("what nobody said"), user()]):
+            assert claims(row([*before, shown]), gone).unread == {"m1"}
     named_ = claims(row([said("42")], _ng_terminal_model_call_id="v1"), entries)
     done = build(TokenCaptureSnapshot("r", tuple(entries), False, "s", 1), terminal=named_, deliver="all_chains")
     assert isinstance(done, Trainable)
