@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tests.unit.model.required import PATH, required_on_vllm
 
-from toprope.errors.tree import ConfigError
+from toprope.errors.tree import ConfigError, EngineUnavailable
 from toprope.http.client import Client
 from toprope.servers.model.engines.base import CannotContinue, EngineRequest, NextTurn
 from toprope.servers.model.engines.embedded.engine import EmbeddedEngine
@@ -343,7 +343,7 @@ async def test_the_tokeniser_is_asked_for_the_model_that_the_call_names():
         asked = [request.json() for request in upstream.requests]
         assert [body["model"] for body in asked] == ["other"] * len(asked)
         upstream.drops = {"prompt_token_ids"}
-        with pytest.raises(CannotContinue, match="other ids than its /tokenize"):
+        with pytest.raises(EngineUnavailable, match="without the ids of its prompt"):
             await engine.next_turn(turn([ASKED, SAID, THEN], 2, [65, EOS], model="m"))
 
 
