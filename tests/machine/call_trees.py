@@ -183,7 +183,7 @@ class World:
             return
         self.overdue.append(lambda: recorders.lose(recorder, turn.call_id, turn.items))
         # Else its loss is noticed only after calls that came later.
-        if self.dice.random() < 0.4:
+        if self.dice.random() < 0.2:
             self.settle()
 
     def settle(self) -> None:
@@ -354,7 +354,7 @@ MOODS: dict[str, tuple[int, Callable[[World, Turn], Turn]]] = {
     "again": (8, lambda world, turn: world.again(turn, same=False)),
     "twin": (3, lambda world, turn: world.again(turn, same=True)),
     "compact": (4, lambda world, turn: world.start()),
-    "lose_start": (6, lambda world, turn: world.go_on(world.start(lose=True))),
+    "lose_start": (12, lambda world, turn: world.go_on(world.start(lose=True))),
     "rewrite": (3, lambda world, turn: world.rewrite(turn)),
     "make_up": (3, lambda world, turn: world.make_up(turn)),
 }

@@ -76,7 +76,7 @@ def test_what_recorders_make_of_a_tree_is_safe_whatever_their_store_tells_them(
     assert outcomes["trained"] > trees / 4
     assert outcomes["masked"] > trees / 10
     assert outcomes["had to train"] > trees / 20
-    assert outcomes["first call lost"] > trees / 50 or kind == "plain"
+    assert outcomes["first call lost"] > trees / 80 or kind == "plain"
 
 
 def test_the_oracle_itself_finds_a_planted_breach() -> None:
