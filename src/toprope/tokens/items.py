@@ -16,10 +16,19 @@ from typing import Any
 
 from toprope.canonical.digest import digest_value
 from toprope.canonical.json import NotJson, loads
-from toprope.wire.message_fields import ABOUT_A_CALL, ABOUT_A_MESSAGE, MOVED_FIELDS, says_something
+from toprope.wire.message_fields import (
+    ABOUT_A_CALL,
+    ABOUT_A_CUSTOM_CALL,
+    ABOUT_A_MESSAGE,
+    MOVED_FIELDS,
+    says_something,
+    without_nulls,
+)
 
 _TEXT_PARTS = frozenset({"output_text", "input_text", "text", "reasoning_text", "summary_text", "refusal"})
 _VOLATILE = frozenset(("call_id", "id", "status"))
+_CALLS = {"function_call": ABOUT_A_CALL, "custom_tool_call": ABOUT_A_CUSTOM_CALL}
+"""The fields that are read, or are about the call, of calls whose other fields are marked apart."""
 THOUGHT = "reasoning:"
 """How the mark of a thought begins."""
 _SEALED = "reasoning:-"
@@ -204,8 +213,9 @@ def _mark(item: Mapping[str, Any]) -> str | None:
         return None
     else:
         digest = _content_digest(kind, item)
-        if kind == "function_call" and not item.keys() <= ABOUT_A_CALL:
-            unread = list(_saying(item, ABOUT_A_CALL))
+        read = _CALLS.get(kind)
+        if read is not None and not item.keys() <= read:
+            unread = list(_saying(item, read))
     fields = [_FIELD + value_mark(field)[:16] for field in unread]
     ids = [_short(str(item["id"]))] if item.get("id") else []
     return f"{kind}:{digest}:{','.join(ids + fields)}"
@@ -225,9 +235,11 @@ def _content_digest(kind: str, item: Mapping[str, Any]) -> str:
         return value_mark(said) if said else "-" + value_mark([item.get("encrypted_content")])
     if kind == "function_call":
         return value_mark([item.get("name"), _argument_value(item.get("arguments"))])
+    if kind == "custom_tool_call":
+        return value_mark([item.get("name"), item.get("input")])
     if kind == "item_reference":
         return value_mark(item.get("id"))  # it says nothing else: two of them are not the same
-    return value_mark({key: value for key, value in item.items() if key not in _VOLATILE})
+    return value_mark(without_nulls({key: value for key, value in item.items() if key not in _VOLATILE}))
 
 
 def _said(content: Any) -> list[Any]:

@@ -27,6 +27,8 @@ ABOUT_A_CALL = frozenset(
 )  # fmt: skip
 """The same of the item of a function call. Who calls it and where the tool stands is no word of a model; `async_` is
 how a program spells `async` that dumps a model of the openai package by field name."""
+ABOUT_A_CUSTOM_CALL = ABOUT_A_CALL - {"arguments", "parsed_arguments"} | {"input"}
+"""The same of the call of a custom tool, which takes a text."""
 MOVED_FIELDS = "provider_specific_fields"
 """Where LiteLLM puts fields that it does not know: they came as fields of the message, and count as such."""
 
@@ -43,3 +45,15 @@ def says_something(value: Any) -> bool:
         elif each is not None and each != "" and not isinstance(each, bool):
             return True
     return False
+
+
+def without_nulls(value: Any, depth: int = 8) -> Any:
+    """`value` without the fields that are null: clients write out all that they have a name for.
+
+    `depth`: no client's type goes deeper, and a value may be nested as deep as the interpreter goes.
+    """
+    if not depth:
+        return value
+    if isinstance(value, Mapping):
+        return {name: without_nulls(each, depth - 1) for name, each in value.items() if each is not None}
+    return [without_nulls(each, depth - 1) for each in value] if isinstance(value, list | tuple) else value

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from openai.types.responses import ResponseFunctionToolCall, ResponseFunctionToolCallItem
+from openai.types.responses import ResponseCustomToolCall, ResponseFunctionToolCall, ResponseFunctionToolCallItem
 
 from toprope.tokens.items import TOOL_RESULTS, CountedMarks, MarkBags, is_model_authored, item_digests, said_by_all
 from toprope.wire.message_fields import ABOUT_A_CALL
@@ -79,6 +79,31 @@ def test_every_field_of_a_call_of_the_openai_package_is_one_that_we_know() -> No
         fields = {name for key, field in model.model_fields.items() for name in (key, field.alias or key)}
         assert fields >= {"arguments", "call_id", "name"}
         assert fields <= ABOUT_A_CALL
+
+
+CUSTOM = {"type": "custom_tool_call", "call_id": "k", "name": "apply_patch", "input": "*** Begin"}
+
+
+def test_a_call_of_a_custom_tool_is_known_again_as_public_clients_dump_it() -> None:
+    """`model_dump()` of the openai package writes nulls under each name that it knows; Codex leaves fields out."""
+    dumped = ResponseCustomToolCall.model_validate(CUSTOM).model_dump()
+    assert dumped.keys() > CUSTOM.keys()
+    assert stands(dumped, CUSTOM)
+    assert stands({**CUSTOM, "status": "completed", "namespace": "files"}, CUSTOM)
+    assert stands(CUSTOM, {**CUSTOM, "extra_content": {"google": "signature"}})
+    assert not stands({**CUSTOM, "extra_content": {"google": "signature"}}, CUSTOM)
+    for other in ({"input": "*** End"}, {"name": "shell"}, {"input": None}, {"arguments": "of nobody's"}):
+        assert not stands({**CUSTOM, **other}, CUSTOM)
+    assert not stands(CUSTOM, call("*** Begin", name="apply_patch"))
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.sampled_from("abc"), st.none() | st.lists(st.none() | st.integers(0, 1)), max_size=3))
+def test_explicit_nulls_make_no_item_of_another_kind(told: dict[str, Any]) -> None:
+    search = {"type": "a_search_of_tomorrow", "action": {"query": "x", **told}, **told}
+    present = {name: value for name, value in told.items() if value is not None}
+    assert stands(search, {"type": "a_search_of_tomorrow", "action": {"query": "x", **present}, **present})
+    assert not stands(search, {"type": "a_search_of_tomorrow", "action": {"query": "y", **present}, **present})
 
 
 @pytest.mark.parametrize("kind", [{}, [], {"a": 1}, 7])

@@ -24,6 +24,7 @@ from toprope.dialects.pivot import request_items
 from toprope.servers.model.engines.prompt_settings import shaping
 from toprope.tokens.items import TOOL_RESULTS, content_of, item_digests, value_mark
 from toprope.tokens.sent import SentItems
+from toprope.wire.message_fields import without_nulls
 from toprope.wire.responses import Item, ResponsesRequest
 
 DROPPED_THINKING = "dropped_thinking"
@@ -222,7 +223,7 @@ def _read_item(item: Item) -> tuple[bool, Any]:
     if kind in TOOL_RESULTS:
         return False, _others(kind, item, "output")
     told = _present({name: value for name, value in item.items() if name not in ("call_id", "id", "status", "type")})
-    done = value_mark(_without_nulls({name: told[name] for name in _CALLED if name in told} or told))
+    done = value_mark(without_nulls({name: told[name] for name in _CALLED if name in told} or told))
     return True, _Uttered(kind, done, done, (), ids)
 
 
@@ -230,18 +231,6 @@ def _others(kind: str, item: Item, says: str) -> str:
     """The digest of an item that the model did not say: all its fields; `says` is the one that holds its parts."""
     told = {name: value for name, value in item.items() if name not in (says, "type") and name not in _NOT_SAID}
     return value_mark([kind, _present(told), _parts(item.get(says), whole=True)])
-
-
-def _without_nulls(value: Any, depth: int = 8) -> Any:
-    """`value` without the fields that are null: clients write out all that they have a name for.
-
-    `depth`: no client's type goes deeper, and a value may be nested as deep as the interpreter goes.
-    """
-    if not depth:
-        return value
-    if isinstance(value, Mapping):
-        return {name: _without_nulls(each, depth - 1) for name, each in value.items() if each is not None}
-    return [_without_nulls(each, depth - 1) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
