@@ -42,8 +42,8 @@ REASONS: Final[dict[str, str]] = {
     "no_token_ids": "The engine gave no token ids for a call, or ids out of range.",
     "bad_logprob": "A logprob was missing, not finite, positive, or the engine's placeholder.",
     "length_mismatch": "Ids, logprobs or the engine's own count differ in number.",
-    "unobserved_path": "A generating route that capture does not know answered with success, or a call that a recorded one"
-    " may have gone on from was lost later.",
+    "unobserved_path": "A generating route that capture does not know answered with success, or a call was lost that a"
+    " recorded one may have gone on from.",
     CONFLICT: "Two records of one call differ; neither is believed.",
     MALFORMED: "A record contradicts itself or belongs to another rollout.",
     HASH_MISMATCH: "A record's ids do not give the hash or the length that was recorded with them.",
