@@ -174,6 +174,8 @@ def _reasons_without_terminal(case: _Case) -> set[str]:
         found.add(reasons.SEVERAL_ROOTS)
     if len(whole) - sum(_spare(group, whole) for group in questions) > 1:
         found.add(reasons.SEVERAL_CHAINS)
+    if any(leaf.id in case.terminal.ambiguous for leaf in leaves):
+        found.add(reasons.SEVERAL_CHAINS)  # it ends with what nobody may have read, or before that
     if not leaves:
         found.add(reasons.NO_GENERATION)
     return found | _reasons_on_path(case.evidence.calls[call_id] for call_id in sound)
@@ -223,7 +225,7 @@ def _safe_chains(case: _Case) -> list[tuple[list[Call], Role]]:
 def _last(case: _Case) -> Call | None:
     """The last call of the rollout: the named one, or that of the only chain that is left."""
     leaves = case.leaves() if case.terminal.call is None else [case.terminal.call]
-    return leaves[0] if len(leaves) == 1 else None
+    return leaves[0] if len(leaves) == 1 and leaves[0].id not in case.terminal.ambiguous else None
 
 
 def _role(path: list[Call], case: _Case, last: Call | None) -> Role:

@@ -24,11 +24,12 @@ class Reading:
 
     `writers` are the calls (one, or several with equal ids) that wrote its final output; none where that is not
     certain. `unread` are calls that may have written it though their clients had gone: a harness that closes a stream
-    at its stop mark has read the reply.
+    at its stop mark has read the reply. `read_too` says that a call that was read may have written it as well.
     """
 
     writers: tuple[str, ...] = ()
     unread: frozenset[str] = frozenset()
+    read_too: bool = False
 
 
 def written_by(evidence: Evidence, entries: Sequence[TokenEntry], output: Any) -> tuple[str, ...]:
@@ -59,8 +60,8 @@ def _read_row(evidence: Evidence, entries: Sequence[TokenEntry], output: Any) ->
     said = _Said(evidence, entries, _kinds(output, whole.marks), reader)
     for shown in (whole, whole.without_thoughts()):
         if shown.marks and (found := said.in_row(shown)) is not None:
-            return Reading(found, frozenset(said.unread))
-    return Reading((), frozenset(said.unread))
+            return Reading(found, frozenset(said.unread), said.read_too)
+    return Reading((), frozenset(said.unread), said.read_too)
 
 
 def _kinds(output: Sequence[Mapping[str, Any]], marks: Marks) -> set[bool]:
@@ -186,8 +187,9 @@ class _Said:
         self._length: dict[str, int] = {}
         self._words: dict[str, int] = {}
         self._unknown: dict[str, bool] = {}
-        self._retried = _retried(self._calls.values())
+        self._retried = _retried(self._calls.values()) | self._said_again()
         self.unread: set[str] = set()
+        self.read_too = False
         for call in evidence.calls.values():
             self._measure(call)
 
@@ -195,7 +197,9 @@ class _Said:
         """The writer of a row; `()` where several may be, None where the row is nobody's as it stands."""
         last, whole = _Sought(shown.last), _Sought(shown.marks, of_rival=False)
         alike = [call for call in self._calls.values() if self._counts(call) and self._may_show(call, last)]
-        self.unread.update(call.id for call in self._calls.values() if self._may_be_unread(call, shown.marks[-1]))
+        holders = [call for call in self._calls.values() if self._holds(call, shown.marks[-1])]
+        self.unread.update(call.id for call in holders if call.is_unread)
+        self.read_too = self.read_too or not all(call.is_unread for call in holders)
         writers: list[Call] = []
         for call in alike:
             if self._shows(call, shown, whole):
@@ -223,9 +227,22 @@ class _Said:
         """
         return call.id not in self._retried and (not call.is_empty or self._speaks(call.id))
 
-    def _may_be_unread(self, call: Call, last: Mark) -> bool:
-        """Whether a call whose client had gone said this somewhere: how it was read on the way nobody knows."""
-        if not _is_unread(call) or call.id in self._retried:
+    def _said_again(self) -> set[str]:
+        """The unread calls whose very words another said after the same call, and was read.
+
+        A client that asks again may write the time, or a reminder, anew: then its prompt has other ids.
+        """
+        read = {self._answer(call) for call in self._calls.values() if not call.is_unread}
+        return {call.id for call in self._calls.values() if call.is_unread and self._answer(call) in read - {None}}
+
+    def _answer(self, call: Call) -> tuple[str, tuple[Any, ...]] | None:
+        """What a call continues, and all that it said; None where it said nothing, or its history is not known."""
+        said = tuple(mark.key for mark in spoken(self._all[call.id]))
+        return (call.parent.id, said) if said and call.parent is not None else None
+
+    def _holds(self, call: Call, last: Mark) -> bool:
+        """Whether a call said this somewhere: how the harness of a client that had gone read it nobody knows."""
+        if call.id in self._retried:
             return False
         return any(mark.may_say(last) or mark.may_hold(last) for mark in self._all[call.id])
 
@@ -288,7 +305,7 @@ class _Said:
         unseen = [*spoken(self._all[actor]), *(() if spoken(self._all[call.id]) else self._all[call.id])]
         if any(mark.may_hold(last) for mark in unseen):
             return True
-        if call.children or _is_unread(call):
+        if call.children or call.is_unread:
             return False
         return not self._speaks(self._speaker[call.id]) or actor in self._hides_some
 
@@ -366,21 +383,16 @@ def _downwards(call: Call, known: Mapping[str, Any]) -> list[Call]:
 
 def _retried(calls: Iterable[Call]) -> set[str]:
     """The unread calls whose request was sent again, and read: it was not their words that were used."""
-    unread = [call for call in calls if _is_unread(call) and call.fault is None]
+    unread = [call for call in calls if call.is_unread and call.fault is None]
     if not unread:
         return set()
-    asked = {_asked(call) for call in calls if call.fault is None and not _is_unread(call)}
+    asked = {_asked(call) for call in calls if call.fault is None and not call.is_unread}
     return {call.id for call in unread if _asked(call) in asked}
 
 
 def _asked(call: Call) -> tuple[str | None, bytes]:
     """What a call continues, and its prompt after that."""
     return call.parent.id if call.parent is not None else None, call.lead.tobytes()
-
-
-def _is_unread(call: Call) -> bool:
-    """Whether a call's client had gone and nobody continued it: its agent never saw what it said."""
-    return call.entry.client_gone and not call.extended
 
 
 def _sample(call: Call) -> tuple[int, str]:

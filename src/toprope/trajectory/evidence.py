@@ -55,6 +55,11 @@ class Call:
         return len(self.entry.generation_token_ids) == 0
 
     @property
+    def is_unread(self) -> bool:
+        """Whether its client had gone and nobody continued it: by all that is known, no agent saw what it said."""
+        return self.entry.client_gone and not self.extended
+
+    @property
     def prompt_len(self) -> int:
         return self.cum_len - len(self.entry.generation_token_ids)
 

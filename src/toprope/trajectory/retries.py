@@ -40,7 +40,7 @@ def sort_out(calls: list[Call], named: frozenset[str], terminal_path: Iterable[C
     out = Sorted()
     for call in calls:
         # The client left, nobody continued it, no witness names it: the agent never saw this reply.
-        if call.entry.client_gone and not call.extended and call.id not in named and call.id not in path:
+        if call.is_unread and call.id not in named and call.id not in path:
             out.cut.add(call.id)
     groups: dict[tuple[str | None, bytes], list[Call]] = defaultdict(list)
     for call in calls:

@@ -30,7 +30,8 @@ class TerminalWitnesses:
     `terminal_response_id`. `response_id`: those of the row's own response id. `content`: those that wrote the row's
     final output (`content.written_by`). The last two abstain when they name calls with different tokens, or one whose
     record was set aside beside others. `unread` are calls that may have written that output though their clients had
-    gone (`content.read_row`): they name nobody, and where nobody is named they are not cut.
+    gone (`content.read_row`): they name nobody. Where nobody is named they are not cut, but if calls that were read may
+    have written it too (`read_too`), they end no trace either.
     """
 
     explicit: tuple[str, ...] = ()
@@ -38,6 +39,7 @@ class TerminalWitnesses:
     response_id: tuple[str, ...] = ()
     content: tuple[str, ...] = ()
     unread: frozenset[str] = frozenset()
+    read_too: bool = False
 
     @classmethod
     def naming(cls, **claims: str) -> TerminalWitnesses:
@@ -51,13 +53,14 @@ class Terminal:
     """What the witnesses agree on: the call and the method that names it; or the reasons why none is believed.
 
     `named` are all call ids that some witness speaks for, and without a call those that nobody read but that may be
-    the last. Without any witness there is nothing else.
+    the last; `ambiguous` are those of them that the row does not need. Without any witness there is nothing else.
     """
 
     call: Call | None = None
     method: str | None = None
     reasons: tuple[str, ...] = ()
     named: frozenset[str] = frozenset()
+    ambiguous: frozenset[str] = frozenset()
 
 
 def witnesses_of(row: Mapping[str, Any], evidence: Evidence, entries: Sequence[TokenEntry]) -> TerminalWitnesses:
@@ -85,6 +88,7 @@ def witnesses_of(row: Mapping[str, Any], evidence: Evidence, entries: Sequence[T
         response_id=_with_response_id(entries, response.get("id")),
         content=read.writers,
         unread=read.unread,
+        read_too=read.read_too,
     )
 
 
@@ -112,9 +116,10 @@ def choose(witnesses: TerminalWitnesses, evidence: Evidence) -> Terminal:
             chosen, method = calls[0], name
         elif not same_tokens(chosen, calls[0]):
             found.add(reasons.TERMINAL_CONTRADICTION)
-    if chosen is None:
-        named |= witnesses.unread
-    return Terminal(chosen, method, reasons.in_order(found), frozenset(named))
+    if chosen is not None:
+        return Terminal(chosen, method, reasons.in_order(found), frozenset(named))
+    ambiguous = witnesses.unread if witnesses.read_too else frozenset[str]()
+    return Terminal(None, None, reasons.in_order(found), frozenset(named | witnesses.unread), ambiguous)
 
 
 def same_tokens(left: Call, right: Call) -> bool:

@@ -516,6 +516,42 @@ def test_a_retry_that_was_read_takes_the_place_of_a_reply_whose_client_had_gone(
     named(read, [c1, replace(again, client_gone=True), c3, after], shown)
 
 
+def test_a_retry_that_says_the_same_is_one_whatever_its_prompt_says_anew(read: Reader) -> None:
+    """The time, or a reminder, stands in a prompt that was sent again."""
+    c1, gone, c3 = tree(c1=(None, [called("x")]), c2=("c1", [said("It is end")]), c3=("c1", [said("It is  end")]))
+    shown = [said("It is end")]
+    left = replace(gone, client_gone=True)
+    named(read, [c1, left, c3], shown, "c3")
+    named(read, [c1, left, replace(c3, client_gone=True)], shown)
+    named(read, [c1, replace(left, output_items=(thought("t"), *gone.output_items)), c3], shown, "c3")
+    named(read, [c1, replace(left, output_items=(said("It is end."),)), c3], shown)
+    # After another call, or nobody knows which, it may be a conversation of its own.
+    apart = replace(c3, prompt_token_ids=np.array([7], np.uint32), parent_call_id=None, parent_decision="root")
+    named(read, [c1, left, apart], shown)
+    d1, d2 = tree(x=(None, []), y=(None, []), d1=(None, [called("y")]), d2=("d1", [said("It is end")]))[2:]
+    named(read, [c1, left, d1, d2], shown)
+    named(read, [c1, unknown_history(left), c3], shown)
+    # Silence is no answer.
+    silent, also = replace(left, output_items=(thought("end"),)), replace(c3, output_items=(thought("so"),))
+    seen = [*c3.prompt_token_ids.tolist(), *c3.generation_token_ids.tolist(), 900]
+    after = replace(entry("c5", seen, [901], "c3", {"decision": "resolved"}), output_items=(said("fine"),))
+    other = replace(apart, output_items=(said("end"),), model_call_id="c4")
+    named(read, [c1, silent, also, after, other], [said("end")])
+
+
+def test_a_side_call_that_nobody_read_ends_no_trace() -> None:
+    """A harness ends the session while its client still asks what the user may type next."""
+    for asked in ("why is it 42?", "Ran x. It is 42", "42"):
+        m1, m2, side = tree(m1=(None, [called("x")]), m2=("m1", [said("42")]), side=("m2", [said(asked)]))
+        entries = [m1, m2, replace(side, client_gone=True)]
+        witnesses = claims(row([said("42")]), entries)
+        for deliver in ("single", "all_chains"):
+            done = build(TokenCaptureSnapshot("r", tuple(entries), False, "s", 1), terminal=witnesses, deliver=deliver)
+            traces = done.traces if isinstance(done, Trainable) else ()
+            assert [trace.role for trace in traces if trace.role == "terminal"] == []
+            assert (done.reasons if isinstance(done, Masked) else traces) == ("several_chains",) or deliver != "single"
+
+
 def test_an_unread_reply_that_may_be_the_last_is_not_cut() -> None:
     """Nobody is named; but the one conversation that would be left is not the rollout's."""
     m1, v1 = tree(m1=(None, [said("FINAL ANSWER: 42")]), v1=(None, [said("42")]))
@@ -615,13 +651,16 @@ MUTANTS: dict[str, tuple[str, str]] = {
         "            if True:\n",
     ),
     "unread_retries_count": ("return call.id not in self._retried and (", "return ("),
-    "unread_replies_never_count": ("if _is_unread(call) and call.fault is None]", "if _is_unread(call)] and []"),
+    "unread_replies_never_count": ("if call.is_unread and call.fault is None]", "if call.is_unread] and []"),
+    "nobody_says_it_again": (" | self._said_again()", ""),
+    "what_nobody_read_is_said_again": ("self._calls.values() if not call.is_unread}", "self._calls.values()}"),
+    "it_is_said_again_anywhere": ("return (call.parent.id, said) if said", 'return ("", said) if said'),
+    "silence_is_said_again": (" if said and call.parent is not None else", " if call.parent is not None else"),
     "a_retry_is_after_anything": ("return call.parent.id if call.parent is not None else None, ", "return "),
     "a_retry_asks_anything": (", call.lead.tobytes()", ', b""'),
-    "an_unread_retry_takes_its_place": (" if call.fault is None and not _is_unread(call)}", "}"),
-    "what_nobody_knows_is_a_retry": ("_is_unread(call) and call.fault is None]", "_is_unread(call)]"),
-    "whoever_was_continued_is_unread": ("call.entry.client_gone and not call.extended", "call.entry.client_gone"),
-    "who_left_inside_a_thought_had_read_words": ("if call.children or _is_unread(call):", "if call.children:"),
+    "an_unread_retry_takes_its_place": (" if call.fault is None and not call.is_unread}", "}"),
+    "what_nobody_knows_is_a_retry": ("call.is_unread and call.fault is None]", "call.is_unread]"),
+    "who_left_inside_a_thought_had_read_words": ("if call.children or call.is_unread:", "if call.children:"),
     "what_cannot_be_read_raises": ("except (TypeError, ValueError, RecursionError):", "except KeyError:"),
     "a_piece_of_a_word_is_one": ("return _is_among(shown.words, self.words)", "return shown.words in self.words"),
     "reasoning_written_anew_hides_the_call": ("(whole, whole.without_thoughts())", "(whole,)"),
@@ -675,8 +714,8 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "what_stands_behind_a_boundary_is_whole": ('"part" if self._unknown[call.id] else "whole"', '"whole"'),
     "a_silent_conversation_is_none": ("return not self._speaks(self._speaker[call.id]) or", "return False or"),
     "a_silent_conversation_that_went_on_may_be_the_last": (
-        "if call.children or _is_unread(call):",
-        "if _is_unread(call):",
+        "if call.children or call.is_unread:",
+        "if call.is_unread:",
     ),
     "tool_calls_are_always_shown": (
         "_kinds(output, whole.marks), reader)",
