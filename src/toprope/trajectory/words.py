@@ -24,7 +24,23 @@ _POINT = "ˑ"
 """The decimal point where signs are dropped: a letter, and in no text."""
 _SIGNS = re.compile(rf"(?:[^\w{_APART}]|_)+")
 _ASCII_SIGNS = bytes(each for each in range(1, 128) if not chr(each).isalnum())
-_NUMBER = re.compile(r"\d+(?:[.,'’ ]\d{3}(?!\d))*(?:[.,]\d+)?|[.,]\d+")
+_NUMBER = re.compile(
+    r"(?:\d{1,2}(?:,\d\d)+,\d{3}(?!\d)(?:\.\d+)?"  # as in India: 1,40,000.5
+    r"|\d+(?:[.,'’ ]\d{3}(?!\d))*(?:[.,]\d+)?"
+    r"|(?<!\d)[.,]\d+)"  # after a digit it is the next number's, or a second fraction
+    r"(?:e[+-]?\d{1,2}(?!\w))?"
+)
+_DIGIT = re.compile(r"(?![0-9])\d")
+_MARKS = str.maketrans("٫٬", ".,")
+"""The decimal point and the separator of thousands that go with Arabic digits."""
+_FOLDED = str.maketrans(
+    {
+        **dict.fromkeys("‐‑‒–—―−﹘", "-"),
+        **dict.fromkeys("‘’‚‛′`´", "'"),
+        **dict.fromkeys("“”„‟″«»", '"'),
+        "\N{VARIATION SELECTOR-16}": None,
+    }
+)
 _ESCAPE = re.compile(r"\\(?:u([0-9a-fA-F]{4})|(.))")
 _ESCAPED = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f"}
 _TAG = re.compile(rf"<[^<>{_APART}]{{1,200}}>")
@@ -96,9 +112,17 @@ class Text:
         return _Letters(unicodedata.normalize("NFKD", self.raw).casefold())  # accents become signs
 
     @cached_property
+    def _signs(self) -> str:
+        """All of it without blanks, with one kind of dashes and quotes: for answers that have no letters."""
+        return "".join(unicodedata.normalize("NFKC", self.raw.translate(_FOLDED)).split())
+
+    @cached_property
     def _numbered(self) -> tuple[_Letters, ...]:
         """The letters as they are and, if that differs, with numbers written one way."""
-        numbered = _NUMBER.sub(_number, self._letters.source)
+        source = self._letters.source
+        if not source.isascii():
+            source = _DIGIT.sub(lambda found: str(unicodedata.decimal(found[0])), source).translate(_MARKS)
+        numbered = _NUMBER.sub(_number, source)
         return (self._letters,) if numbered == self._letters.source else (self._letters, _Letters(numbered))
 
     @cached_property
@@ -115,8 +139,11 @@ class Text:
         if _is_among(part.raw, self.raw):
             return True
         parts = {letters.text for text in part._undone for letters in text._numbered}
+        signs = {text._signs for text in part._undone if not text._letters.text} - {""}
         has_numbers = any(map(str.isdecimal, part.raw))
         for text in self._undone:
+            if any(each in text._signs for each in signs):
+                return True
             for letters in text._numbered if has_numbers else (text._letters,):
                 if any(letters.hold(each, was_cut=part.was_cut) for each in parts):
                     return True
@@ -291,12 +318,16 @@ def _number(found: re.Match[str]) -> str:
     The last separator is a decimal point wherever it may be one; that it separates thousands is what `_Letters` of
     the text as it stands read into it.
     """
-    text = found[0]
+    text, _, power = found[0].partition("e")
     marks = _SIGNS.findall(text)
     whole, fraction = text, ""
     if marks and marks[-1] in ".," and marks.count(marks[-1]) == 1:
         whole, _, fraction = text.rpartition(marks[-1])
-    whole, fraction = _SIGNS.sub("", whole).lstrip("0"), fraction.rstrip("0")
+    whole = _SIGNS.sub("", whole)
+    if power:
+        digits, point = whole + fraction, len(whole) + int(power)
+        whole, fraction = digits[: max(0, point)].ljust(point, "0"), "0" * -point + digits[max(0, point) :]
+    whole, fraction = whole.lstrip("0"), fraction.rstrip("0")
     return f"{whole}{_POINT}{fraction}" if fraction else whole or "0"
 
 

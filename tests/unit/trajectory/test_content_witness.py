@@ -391,6 +391,28 @@ def test_an_answer_that_is_cut_out_and_normalised_is_not_the_sub_agents(read: Re
             named(read, sub_agent_first(m2=[said(whole)], s1=words), [said(words)])
 
 
+def test_signs_and_numbers_of_a_list_are_not_the_sub_agents(read: Reader) -> None:
+    for shown, wrote in (
+        ("])", "It is ] ) ."),
+        (">", '{"answer": "\\u003e"}'),
+        ("-", "Sign: −"),
+        ("?", "Answer: ？"),
+        ("✔", "Yes ✔️✔️"),
+        ("✔✔", "Yes ✔️✔️"),
+        ('"', "A ”"),
+        ("[1, 200, 300]", "[1.0,200.0,300.0]"),
+        ("140000.5", "₹1,40,000.50"),
+        ("42", "الجواب ٤٢"),
+        ("1400.5", "١٬٤٠٠٫٥٠"),
+        ("1400", "1.4e3"),
+        ("0.014", "1.4e-2"),
+    ):
+        named(read, same_steps(said(wrote), words=shown), [said(shown)])
+    named(read, same_steps(said("So - ]"), words=">"), [said(">")], "s2")
+    named(read, same_steps(said("So - ]"), words="<b></b>"), [said("<b></b>")], "s2")
+    named(read, same_steps(said("1.4e3x"), words="1400"), [said("1400")], "s2")
+
+
 def test_letters_and_digits_that_stand_in_others_are_no_answer(read: Reader) -> None:
     others = {
         "1400": ("21400 or 14005",),
@@ -607,8 +629,8 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "short_words_stand_in_others": ("one_word = short and", "one_word = False and"),
     "signs_join_numbers": (" and edge not in self.gaps", ""),
     "numbers_are_written_one_way": (
-        "numbered = _NUMBER.sub(_number, self._letters.source)",
-        "numbered = self._letters.source",
+        "numbered = _NUMBER.sub(_number, source)",
+        "numbered = source",
     ),
     "zeros_before_a_number_tell": ('.lstrip("0"), fraction', ", fraction"),
     "zeros_of_a_fraction_tell": ('fraction.rstrip("0")\n', "fraction\n"),
@@ -652,6 +674,16 @@ MUTANTS: dict[str, tuple[str, str]] = {
     ),
     "unread_retries_count": ("return call.id not in self._retried and (", "return ("),
     "unread_replies_never_count": ("if call.is_unread and call.fault is None]", "if call.is_unread] and []"),
+    "signs_are_no_answer": ("if any(each in text._signs for each in signs):", "if False:"),
+    "no_signs_are_any": ('if not text._letters.text} - {""}', "if not text._letters.text}"),
+    "letters_are_signs": ("for text in part._undone if not text._letters.text}", "for text in part._undone}"),
+    "signs_have_widths": ('unicodedata.normalize("NFKC", self.raw.translate(_FOLDED))', "self.raw.translate(_FOLDED)"),
+    "dashes_and_quotes_tell": ("self.raw.translate(_FOLDED)", "self.raw"),
+    "a_number_has_two_fractions": ('r"|(?<!\\d)[.,]', 'r"|[.,]'),
+    "india_is_elsewhere": ('r"(?:\\d{1,2}(?:,\\d\\d)+,', 'r"(?:x\\d{1,2}(?:,\\d\\d)+,'),
+    "digits_are_ascii": ("str(unicodedata.decimal(found[0]))", "found[0]"),
+    "marks_are_ascii": (", source).translate(_MARKS)", ", source)"),
+    "powers_are_words": ("    if power:\n", "    if False:\n"),
     "nobody_says_it_again": (" | self._said_again()", ""),
     "what_nobody_read_is_said_again": ("self._calls.values() if not call.is_unread}", "self._calls.values()}"),
     "it_is_said_again_anywhere": ("return (call.parent.id, said) if said", 'return ("", said) if said'),
