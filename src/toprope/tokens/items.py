@@ -216,7 +216,7 @@ def _mark(item: Mapping[str, Any]) -> str | None:
         read = _CALLS.get(kind)
         if read is not None and not item.keys() <= read:
             unread = list(_saying(item, read))
-    fields = [_FIELD + value_mark(field)[:16] for field in unread]
+    fields = [_FIELD + value_mark(without_nulls(field))[:16] for field in unread]
     ids = [_short(str(item["id"]))] if item.get("id") else []
     return f"{kind}:{digest}:{','.join(ids + fields)}"
 
@@ -254,7 +254,7 @@ def _said(content: Any) -> list[Any]:
         elif isinstance(part, Mapping) and _is_text(part):
             texts.append(str(part.get("text") or part.get("refusal") or ""))
         else:
-            others.append(part)
+            others.append(without_nulls(part))
     text = "".join(texts)
     return ([text] if text else []) + others
 

@@ -106,6 +106,25 @@ def test_explicit_nulls_make_no_item_of_another_kind(told: dict[str, Any]) -> No
     assert not stands(search, {"type": "a_search_of_tomorrow", "action": {"query": "y", **present}, **present})
 
 
+@pytest.mark.parametrize(
+    "written",
+    [
+        said([{"type": "output_text", "text": "x", "annotations": [{"type": "file", "file": {"name": "a"}}]}]),
+        said("x", annotations=[{"type": "url_citation", "url_citation": {"url": "u"}}]),
+        said([{"type": "image_url", "image_url": {"url": "u"}}]),
+        call("{}", extra_content={"google": {"signature": "s"}}),
+    ],
+)
+def test_nulls_that_a_client_dumps_into_fields_and_parts_say_nothing(written: dict[str, Any]) -> None:
+    def dumped(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: dumped(each) for name, each in value.items()} | {"url_citation_": None, "title": None}
+        return [dumped(each) for each in value] if isinstance(value, list) else value
+
+    assert stands({name: dumped(value) for name, value in written.items()}, written)
+    assert stands(written, {name: dumped(value) for name, value in written.items()})
+
+
 @pytest.mark.parametrize("kind", [{}, [], {"a": 1}, 7])
 def test_a_part_whose_type_is_no_name_is_a_part_like_any_other(kind: Any) -> None:
     odd = [{"type": kind, "text": "x"}]

@@ -222,15 +222,15 @@ def _read_item(item: Item) -> tuple[bool, Any]:
         return True, _Uttered(kind, content_of(item_digests([item])[0]), form, (), ids)
     if kind in TOOL_RESULTS:
         return False, _others(kind, item, "output")
-    told = _present({name: value for name, value in item.items() if name not in ("call_id", "id", "status", "type")})
-    done = value_mark(without_nulls({name: told[name] for name in _CALLED if name in told} or told))
+    told = without_nulls({key: value for key, value in item.items() if key not in ("call_id", "id", "status", "type")})
+    done = value_mark({name: told[name] for name in _CALLED if name in told} or told)
     return True, _Uttered(kind, done, done, (), ids)
 
 
 def _others(kind: str, item: Item, says: str) -> str:
     """The digest of an item that the model did not say: all its fields; `says` is the one that holds its parts."""
     told = {name: value for name, value in item.items() if name not in (says, "type") and name not in _NOT_SAID}
-    return value_mark([kind, _present(told), _parts(item.get(says), whole=True)])
+    return value_mark([kind, without_nulls(told), _parts(item.get(says), whole=True)])
 
 
 def _present(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -252,7 +252,7 @@ def _parts(content: Any, *, whole: bool = False) -> list[Any]:
         if isinstance(part, Mapping):
             text = part.get("text", part.get("refusal"))
             kind = str(part.get("type", "text"))
-            part = _present({name: value for name, value in part.items() if name != "cache_control"})
+            part = without_nulls({name: value for name, value in part.items() if name != "cache_control"})
             if isinstance(text, str) and (kind.endswith("text") or kind == "refusal"):
                 said = "text" if "text" in part else "refusal"
                 more = {
