@@ -15,7 +15,7 @@ from typing import Any, Literal
 from toprope.tokens.entry import TokenEntry
 from toprope.tokens.items import is_model_authored
 from toprope.trajectory.evidence import Call, Evidence
-from toprope.trajectory.words import Heap, Mark, MarkReader, Marks, spoken
+from toprope.trajectory.words import Heap, Joined, Mark, MarkReader, Marks, spoken
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +179,7 @@ class _Said:
         self._calls = evidence.calls
         self._all = {call.id: reader.marks(call.entry.output_items) for call in evidence.calls.values()}
         self._marks = {call_id: visible(marks) for call_id, marks in self._all.items()}
+        self._joined = {call.id: self._joins(call, reader) for call in evidence.calls.values()}
         self._hides_some = {call_id for call_id, marks in self._all.items() if marks != self._marks[call_id]}
         aside = (entry for entry in entries if entry.model_call_id in evidence.aside)
         self._aside = [reader.marks(entry.output_items) for entry in aside]
@@ -192,6 +193,19 @@ class _Said:
         self.read_too = False
         for call in evidence.calls.values():
             self._measure(call)
+
+    def _joins(self, call: Call, reader: MarkReader) -> tuple[Joined, ...]:
+        """The words of a call as one, and behind those of the call above it where no tool's result is between."""
+        own, above = _words_of(self._all[call.id]), call.parent
+        before: Marks = ()
+        if own and above is not None and not any(mark.is_call for mark in self._all[above.id]):
+            before = _words_of(self._all[above.id])
+        joined = [Joined.of(own, reader), Joined.of((*before, *own), reader) if before else None]
+        return tuple(each for each in joined if each is not None)
+
+    def _is_joined(self, call_id: str, sought: _Sought, at: int) -> bool:
+        """Whether a rival may have said one of the things sought in several items."""
+        return sought.of_rival and any(joined.may_say(sought.marks[at]) for joined in self._joined[call_id])
 
     def in_row(self, shown: _Shown) -> tuple[str, ...] | None:
         """The writer of a row; `()` where several may be, None where the row is nobody's as it stands."""
@@ -244,6 +258,8 @@ class _Said:
         """Whether a call said this somewhere: how the harness of a client that had gone read it nobody knows."""
         if call.id in self._retried:
             return False
+        if any(joined.may_say(last) for joined in self._joined[call.id]):
+            return True
         return any(mark.may_say(last) or mark.may_hold(last) for mark in self._all[call.id])
 
     def _speaks(self, call_id: str) -> bool:
@@ -272,6 +288,7 @@ class _Said:
         """How much of a row's beginning others said too, so that it may be what stood before a compaction."""
         own = {call.id for call in first.path()}
         told = [*self._aside, *(marks for call_id, marks in self._marks.items() if call_id not in own)]
+        told += [each.wholes for call_id, joined in self._joined.items() if call_id not in own for each in joined]
         others = Heap(mark for marks in told for mark in marks)
         for at, wanted in enumerate(shown.before):
             if not others.may_say(wanted):
@@ -285,7 +302,9 @@ class _Said:
         What stands before a boundary may be anything, and so may what was said where the row hides what was done.
         """
         end = len(sought.marks)
-        if not any(sought.is_said(mark, -1) for mark in self._marks[self._speaker[call.id]]):
+        speaker = self._speaker[call.id]
+        is_said = any(sought.is_said(mark, -1) for mark in self._marks[speaker])
+        if not is_said and not self._is_joined(speaker, sought, -1):
             if not sought.of_rival or not self._may_end_unseen(call, sought.marks[-1]):
                 return False
             if self._actor[call.id] in self._hides_some:
@@ -316,6 +335,8 @@ class _Said:
             for mark in self._marks[each.id]:
                 if at < len(sought.marks) and sought.is_said(mark, at):
                     at += 1
+            if at < len(sought.marks) and self._is_joined(each.id, sought, at):
+                at += 1
             sought.told[each.id] = at
         return sought.told[call.id]
 
@@ -361,6 +382,10 @@ class _Said:
             words = len(spoken(self._marks[each.id]))
             self._words[each.id] = words + (self._words[before.id] if before else 0)
             self._unknown[each.id] = any(each.faults_here()) or (self._unknown[before.id] if before else False)
+
+
+def _words_of(marks: Marks) -> Marks:
+    return tuple(mark for mark in spoken(marks) if mark.words)
 
 
 def _upwards(call: Call) -> Iterator[Call]:

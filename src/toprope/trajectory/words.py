@@ -266,6 +266,31 @@ class MarkReader:
         return held
 
 
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Words of several items as one: how a harness shows a reply in parts, or one that was cut and went on.
+
+    `wholes` are they joined with a blank and without.
+    """
+
+    parts: Marks
+    wholes: Marks
+
+    @classmethod
+    def of(cls, parts: Marks, reader: MarkReader) -> Joined | None:
+        """None where there is nothing to join."""
+        if len(parts) < 2:
+            return None
+        texts = (between.join(mark.words or "" for mark in parts) for between in (" ", ""))
+        return cls(parts, reader.marks([{"type": "message", "content": text} for text in texts]))
+
+    def may_say(self, shown: Mark) -> bool:
+        """Whether only the whole may: what one part may say is no more the whole's."""
+        if shown.words is None or not any(mark.may_say(shown) for mark in self.wholes):
+            return False
+        return not any(mark.may_say(shown) for mark in self.parts)
+
+
 def spoken(marks: Marks) -> Marks:
     """The marks without thoughts."""
     return tuple(mark for mark in marks if not mark.is_thought)

@@ -413,6 +413,39 @@ def test_signs_and_numbers_of_a_list_are_not_the_sub_agents(read: Reader) -> Non
     named(read, same_steps(said("1.4e3x"), words="1400"), [said("1400")], "s2")
 
 
+def test_an_answer_joined_from_several_items_is_not_the_sub_agents(read: Reader) -> None:
+    """Harnesses hand in all text of a reply as one, and join a reply that was cut with what went on from it."""
+    whole = "The total is 42 apples."
+    for parts in (
+        ("The total is", "42 apples."),
+        ("The total is 4", "2 apples."),
+        ("the total", "**is 42**", "apples"),
+    ):
+        wrote = [item for part in parts for item in (said(part), thought("hm"))]
+        named(read, sub_agent_first(m2=wrote, s1=whole), [said(whole)])
+        # Also before the end of the row.
+        longer = tree(m1=(None, wrote), m2=("m1", [said("b")]), s1=(None, [said(whole)]), s2=("s1", [said("b")]))
+        named(read, longer, [said(whole), user(), said("b")])
+    cut = tree(m1=(None, [said("The total is 42")]), m2=("m1", [said("apples.")]), s1=(None, [said(whole)]))
+    named(read, cut, [said(whole)])
+    named(read, [*cut[:2], replace(cut[2], output_items=(said("The total is 42 pears."),))], [said(whole)])
+    used = [said("The total is 42"), called("x")]
+    tool = tree(m1=(None, used), m2=("m1", [said("apples.")]), s1=(None, [said(whole)]))
+    named(read, tool, [said(whole)], "s1")
+    named(read, sub_agent_first(m2=[said("It is 1."), said("50")], s1="It is 1.5"), [said("It is 1.5")])
+    # Nobody joins words with what was asked after them, where either alone says all of it.
+    side = tree(m1=(None, [said("It is 42")]), t=("m1", [said("A title")]))
+    named(read, side, [said("It is 42")], "m1")
+    # What was compacted may have been joined.
+    own, told = [said("one two"), user(), said("b")], [said("one"), said("two")]
+    after = tree(
+        m1=(None, [said("one two")]), m2=("m1", [said("b")]), s1=(None, told), k1=(None, [thought("t"), said("b")])
+    )
+    named(read, after, own)
+    # A writer has to have said it as the row shows it.
+    named(read, tree(s1=(None, told), s2=("s1", [said("b")])), own)
+
+
 def test_letters_and_digits_that_stand_in_others_are_no_answer(read: Reader) -> None:
     others = {
         "1400": ("21400 or 14005",),
@@ -574,6 +607,11 @@ def test_a_side_call_that_nobody_read_ends_no_trace() -> None:
             assert (done.reasons if isinstance(done, Masked) else traces) == ("several_chains",) or deliver != "single"
 
 
+def test_an_unread_reply_in_parts_may_be_the_last() -> None:
+    title, m1 = tree(t=(None, [said("A title")]), m1=(None, [said("Done."), said("It is 42.")]))
+    assert claims(row([said("Done.\nIt is 42.")]), [title, replace(m1, client_gone=True)]).unread == {"m1"}
+
+
 def test_an_unread_reply_that_may_be_the_last_is_not_cut() -> None:
     """Nobody is named; but the one conversation that would be left is not the rollout's."""
     m1, v1 = tree(m1=(None, [said("FINAL ANSWER: 42")]), v1=(None, [said("42")]))
@@ -684,6 +722,18 @@ MUTANTS: dict[str, tuple[str, str]] = {
     "digits_are_ascii": ("str(unicodedata.decimal(found[0]))", "found[0]"),
     "marks_are_ascii": (", source).translate(_MARKS)", ", source)"),
     "powers_are_words": ("    if power:\n", "    if False:\n"),
+    "nobody_joins_items": ("return sought.of_rival and any(joined", "return False and any(joined"),
+    "a_writer_is_joined": ("return sought.of_rival and any(joined", "return any(joined"),
+    "a_whole_is_what_its_parts_are": ("return not any(mark.may_say(shown) for mark in self.parts)", "return True"),
+    "nobody_goes_on": ("if before else None]", "if False else None]"),
+    "words_go_on_after_a_tools_result": ("not any(mark.is_call for mark in self._all[above.id])", "True"),
+    "items_are_joined_with_blanks": ('for between in (" ", ""))', 'for between in (" ",))'),
+    "nobody_joins_what_was_compacted": ("told += [each.wholes", "told + [each.wholes"),
+    "nobody_joins_what_was_said_before": ("and self._is_joined(each.id, sought, at):", "and False:"),
+    "nobody_joins_what_was_said_last": (
+        "if not is_said and not self._is_joined(",
+        "if not is_said and not (False and ",
+    ),
     "nobody_says_it_again": (" | self._said_again()", ""),
     "what_nobody_read_is_said_again": ("self._calls.values() if not call.is_unread}", "self._calls.values()}"),
     "it_is_said_again_anywhere": ("return (call.parent.id, said) if said", 'return ("", said) if said'),
