@@ -121,7 +121,7 @@ class Recorders:
             self._recorders = [self._new()]
         one = self._dice.choice(self._recorders)
         if self._dice.random() < 0.1:
-            one.forget(KEY)
+            one._let_go(KEY)  # for memory: the rollout goes on
         return one
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:

@@ -21,12 +21,13 @@ _ANYBODY_SPOKE = -1
 class _Calls:
     """`open`: the numbers in which the open calls began, oldest first, and whether before any reply.
 
-    `watched`: what roots show, with the latest number in which one began. `silent`: how many calls the rollout had when
-    none of them can have said anything.
+    `watched`: what roots show, with the latest number in which one began, and `oldest` the open call for which the rest
+    was let go. `silent`: how many calls the rollout had when none of them can have said anything.
     """
 
     open: dict[str, tuple[int, bool]] = field(default_factory=dict)
     watched: dict[ShownBeginning, int] = field(default_factory=dict)
+    oldest: int = 0
     begun: int = 0
     silent: int = 0
 
@@ -41,7 +42,9 @@ class Beginnings:
         return len(self._of)
 
     def began(self, key: str, call_id: str, place: int = 0, *, stream: bool = True) -> None:
-        """A call began as the `place`-th of its rollout, whoever writes there; 0 where that is not known.
+        """A call began as the `place`-th of its rollout, whoever writes there, and nothing is recorded in it yet.
+
+        0 where that is not known or not so (`known_rollout.place_of`).
 
         `stream`: a part of what it says may leave before it has ended.
         """
@@ -87,7 +90,7 @@ class Beginnings:
         return not all(each.stands_beside(lost) for each in shown)
 
     def outlived(self, key: str) -> None:
-        """The key was made new: what is open of it is an earlier attempt's, and no record is in doubt for it."""
+        """The key ended or was made new: what is open of it is an earlier attempt's, and puts no record in doubt."""
         self._of.pop(key, None)
 
     def _ended(self, key: str, it: _Calls) -> None:
@@ -96,4 +99,6 @@ class Beginnings:
             del self._of[key]
         elif it.watched:
             oldest = next(iter(it.open.values()))[0]
-            it.watched = {each: number for each, number in it.watched.items() if number > oldest}
+            if oldest != it.oldest:  # else all that is watched began later: beside a hung call every end would read it
+                it.oldest = oldest
+                it.watched = {each: number for each, number in it.watched.items() if number > oldest}

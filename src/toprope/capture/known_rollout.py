@@ -64,3 +64,13 @@ class Rollout:
             self.history.unseen |= not all_recorded
         self.calls = max(self.calls + 1, ack.calls)
         self.entries = max(self.entries, ack.entries)
+
+
+def place_of(ack: object, told: tuple[int, int]) -> int:
+    """As the how-manieth of its rollout a call began before anything of it was recorded; 0 where that is not known.
+
+    `told`: the most calls and entries that the store had said before. A call that does not come after all of those was
+    begun once already, or the key was made new. Not seen is a key made new elsewhere in which others began as many calls
+    as were told here and recorded none: what they lost may stand in the next call here. No answer names the attempt.
+    """
+    return ack.calls if isinstance(ack, BeginAck) and ack.entries == 0 and ack.calls > told[0] else 0

@@ -26,10 +26,9 @@ from toprope.capture.beginnings import Beginnings
 from toprope.capture.bounds import is_callers
 from toprope.capture.evidence import CallEvidence as CallEvidence
 from toprope.capture.evidence import judged, record_of
-from toprope.capture.known_rollout import Rollout
+from toprope.capture.known_rollout import Rollout, place_of
 from toprope.capture.protocols import (
     AbortingSink,
-    BeginAck,
     CallJournal,
     CaptureReader,
     EntryConflict,
@@ -146,10 +145,9 @@ class Recorder:
         if self._reader is not None:
             if known is not None and known is self._rollouts.get(key) and known.is_outlived(ack, held):
                 self.forget(key)
-                self._beginnings.outlived(key)
-            place = ack.calls if isinstance(ack, BeginAck) else 0
-            if place > 1 and key not in self._rollouts:
-                place = 0  # this recorder forgot it, and it may have been made new since
+                held = (0, 0)
+            # What this recorder forgot may have been made new since: only the very first call has its place then.
+            place = place_of(ack, held) if key in self._rollouts else int(place_of(ack, held) == 1)
             self._rollout(key).learn_from_begin(ack)
             self._beginnings.began(key, call_id, place, stream=intent is None or intent.stream)
 
@@ -195,6 +193,7 @@ class Recorder:
     def forget(self, key: str) -> None:
         """Let go of the memory of a rollout that ended, here and with those who listen."""
         self._let_go(key)
+        self._beginnings.outlived(key)
         for listener in self.forget_listeners:
             listener(key)
 

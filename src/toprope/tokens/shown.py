@@ -6,6 +6,7 @@ request that goes on from it may hold what it said in the very words of such a t
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -86,7 +87,7 @@ class ShownTurns:
 
     def __init__(self) -> None:
         self._requests = MarkBags()
-        self._beginnings: set[Said] = set()
+        self._beginnings: list[Said] = []  # sorted: those that begin alike stand together
         self._prompts: dict[str, list[CountedMarks]] = {}
         self._lost: set[Said] = set()
         self._cut = False  # a lost request was cut to what the beginnings known then can ask of it
@@ -96,7 +97,9 @@ class ShownTurns:
         self._requests.add(marks)
         self._prompts.setdefault(_digest(prompt), []).append(CountedMarks(marks))
         if beginning and not self._cut:
-            self._beginnings.add(beginning)
+            at = bisect_left(self._beginnings, beginning)
+            if self._beginnings[at : at + 1] != [beginning]:
+                self._beginnings.insert(at, beginning)
 
     def note_lost(self, items: Sequence[Mapping[str, Any]], *, first: bool) -> None:
         """A call with this request came to nothing; without items it may have been asked anything.
@@ -137,8 +140,9 @@ class ShownTurns:
 
     def judged(self, beginning: Said) -> ShownBeginning:
         """`beginning`, and whether a root is known that began as it does, users' items included."""
-        size = len(beginning)
-        return ShownBeginning(beginning, any(size and each[:size] == beginning for each in self._beginnings))
+        at = bisect_left(self._beginnings, beginning)
+        alike = self._beginnings[at][: len(beginning)] if at < len(self._beginnings) else ()
+        return ShownBeginning(beginning, alike == beginning != ())
 
     def is_nobodys_reply(self, shown: ShownBeginning) -> bool:
         """Whether none of the lost calls can have said what stands in this beginning."""

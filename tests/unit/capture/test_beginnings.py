@@ -110,6 +110,21 @@ def test_what_is_watched_goes_with_the_calls_that_it_is_watched_for() -> None:
     assert len(it) == 0
 
 
+def test_what_is_watched_is_read_again_only_once_another_call_is_the_oldest() -> None:
+    """Beside a call that hangs, every end would else read all that is watched: quadratic in the calls of a rollout."""
+    it = begun("hung", "next")
+    watched = []
+    for at in range(3):
+        it.began("k", f"r{at}")
+        it.recorded("k", f"r{at}", ShownBeginning((f"u{at}", "message:m"), known=False))
+        watched.append(it._of["k"].watched)
+    assert watched[0] is watched[1] is watched[2]
+    it.recorded("k", "hung")
+    assert it._of["k"].watched is not watched[0]
+    assert len(it._of["k"].watched) == 3
+    assert it.lost("k", "next", [user("q")])
+
+
 @pytest.mark.promise("CP-9")
 @pytest.mark.parametrize(
     ("calls", "before"),

@@ -112,7 +112,7 @@ async def test_a_restarted_or_forgetful_recorder_goes_on_where_the_store_stands(
         await talk.turn(recorder)
         if n % 2:
             await talk.turn(recorder)
-            recorder.forget("k")
+            recorder._let_go("k")
             await talk.turn(recorder)
     talk.check(await store.freeze("k"))
     await store.close()
@@ -331,7 +331,7 @@ async def test_a_turn_kept_from_a_lost_first_call_trains_nowhere(
     await first.begin("k", "c1")
     await first.abort("k", "c1", "upstream:transport_dropped", request_items=[user("hi")])
     if later == "forgotten":
-        first.forget("k")
+        first._let_go("k")
     await second.begin("k", "c2")
     if later == "forgotten once begun":
         first._let_go("k")
@@ -523,6 +523,34 @@ async def test_an_open_call_of_an_earlier_attempt_says_nothing_of_the_next_one()
     await other.begin("k", "lost", intent=Intent(stream=False))
     await recorder.begin("k", "c1", intent=Intent(stream=False))
     await recorder.record(evidence("c1", KEPT))
+    assert [e.parent_decision for e in (await store.freeze("k")).entries] == ["unresolved"]
+
+
+@pytest.mark.promise("CP-9")
+async def test_the_second_call_of_an_attempt_is_not_from_before_the_record_that_another_worker_put_there() -> None:
+    """Its number goes on from an earlier attempt's open call, which this worker takes for the first one."""
+    store = MemoryStore()
+    mine, other = Recorder(store, reader=store), Recorder(store, reader=store)
+    await mine.begin("k", "old", intent=Intent(stream=False))
+    store.freeze_listeners.clear()  # the key is made new by a third process
+    assert await store.supersede("k")
+    await other.begin("k", "b", intent=Intent(stream=False))
+    await other.record(evidence("b", [user("hi")]))
+    await mine.begin("k", "c", intent=Intent(stream=False))
+    await mine.record(evidence("c", [user("hi"), assistant("edited"), user("go on")], prompt=(9,)))
+    assert [e.parent_decision for e in (await store.freeze("k")).entries] == ["root", "unresolved"]
+
+
+@pytest.mark.promise("CP-9")
+@pytest.mark.parametrize("beside", [(), ("open",)])
+async def test_a_lost_call_that_begins_again_is_not_from_before_its_own_reply(beside: tuple[str, ...]) -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store)
+    for call in (*beside, "b"):
+        await recorder.begin("k", call, intent=Intent(stream=False))
+    await recorder.abort("k", "b", "client_gone", request_items=[user("hi")])
+    await recorder.begin("k", "b", intent=Intent(stream=False))
+    await recorder.record(evidence("b", KEPT))
     assert [e.parent_decision for e in (await store.freeze("k")).entries] == ["unresolved"]
 
 
@@ -913,6 +941,25 @@ async def test_who_listens_is_told_of_a_rollout_that_ended_and_of_none_that_only
     with pytest.raises(CaptureClosed):
         await elsewhere.begin("a", "c2")
     assert ended == ["a", "a"]
+
+
+@pytest.mark.parametrize("how", ["freeze", "supersede", "frozen elsewhere"])
+async def test_a_rollout_that_ended_is_not_watched_for_a_call_that_hangs(how: str) -> None:
+    store = MemoryStore()
+    recorder = Recorder(store, reader=store)
+    for call in ("hung", "first", "late"):
+        await recorder.begin("k", call)
+    await recorder.record(evidence("first", KEPT))
+    assert len(recorder._beginnings) == 1
+    recorder._let_go("k")  # for memory: it goes on
+    assert len(recorder._beginnings) == 1
+    if how == "frozen elsewhere":
+        store.freeze_listeners.clear()
+    await (store.supersede("k") if how == "supersede" else store.freeze("k"))
+    if how == "frozen elsewhere":
+        with pytest.raises(CaptureClosed):
+            await recorder.begin("k", "next")
+    assert len(recorder._beginnings) == 0
 
 
 async def test_freezing_lets_the_index_go() -> None:

@@ -23,7 +23,7 @@ from toprope.tokens.lineage import (
     decide,
     decide_asked,
 )
-from toprope.tokens.shown import ShownBeginning, asked_for
+from toprope.tokens.shown import ShownBeginning, ShownTurns, asked_for
 from toprope.tokens.strands import Strand
 
 GOLDEN = [
@@ -736,3 +736,33 @@ def test_what_nobody_saw_lost_is_not_made_up_for_by_a_loss_that_is_known() -> No
     history = few_shot(unseen=True)
     lose(history, "u:title?")
     assert ask(history, [*SHOTS, "u:sub"], [8]).reason == "unrecorded_turn"
+
+
+class _Counted(str):
+    """A digest that counts how often it is compared."""
+
+    compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        _Counted.compared += 1
+        return str.__eq__(self, other)
+
+    def __lt__(self, other: str) -> bool:
+        _Counted.compared += 1
+        return str.__lt__(self, other)
+
+    __hash__ = str.__hash__
+
+
+def test_a_beginning_is_not_compared_with_every_other_one() -> None:
+    """Sub-agents by the thousand show the same turns, each with a user's item of its own."""
+    turns, prompt = ShownTurns(), np.array([1], np.uint32)
+    for at in range(1000):
+        turns.add_root(("message:ok",), prompt, (_Counted(f"u{at * 7 % 1000}"), _Counted("message:ok")))
+    _Counted.compared = 0
+    assert turns.judged((_Counted("u500"), _Counted("message:ok"))).known
+    assert turns.judged((_Counted("u500"),)).known
+    assert not turns.judged((_Counted("u500"), _Counted("message:other"))).known
+    assert not turns.judged((_Counted("zz"),)).known
+    assert not turns.judged(()).known
+    assert _Counted.compared < 200

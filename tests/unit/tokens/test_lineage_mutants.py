@@ -178,16 +178,10 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "return all(map(shown.stands_beside, self._lost))",
         "return not self._lost",
     ),
-    "shown_words_alone_stand_after_a_lost_call": (
-        "shown",
-        "any(size and each[:size] == beginning for each in self._beginnings)",
-        "size > 0",
-    ),
-    "any_beginning_is_that_of_a_root": (
-        "shown",
-        "any(size and each[:size] == beginning for each in self._beginnings)",
-        "bool(self._beginnings)",
-    ),
+    "shown_words_alone_stand_after_a_lost_call": ("shown", "alike == beginning != ()", "beginning != ()"),
+    "any_beginning_is_that_of_a_root": ("shown", "alike == beginning != ()", "bool(self._beginnings)"),
+    "beginnings_are_known_as_they_came": ("shown", "self._beginnings.insert(at,", "self._beginnings.insert(0,"),
+    "only_a_whole_beginning_is_known": ("shown", "[: len(beginning)]", ""),
     "a_beginning_of_unknown_items_stands": ("shown", "if size == 0 or not lost:", "if not lost:"),
     "a_shown_beginning_is_one_whatever_was_lost": (
         "shown",
