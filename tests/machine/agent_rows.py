@@ -237,7 +237,9 @@ def hand_in(seed: int, recorders: Recorders) -> Handed:
     # What is asked after a wordless end cannot be told from it (docs/explanation/masking.md).
     followed = ending == "words" and it.chance(0.1)
     if followed:
-        it.call(main, [said(f"a title {len(it.made)}")])
+        unread = len(it.made) % 2 == 0  # a harness ends the session while its client still asks what its user may type
+        it.call(main, [said(f"why {truth.text()}?" if unread else f"a title {len(it.made)}")], client_gone=unread)
+        followed = not unread
     return _row(it, whole, main, truth, ending, compacted, followed)
 
 
