@@ -70,7 +70,7 @@ def place_of(ack: object, told: tuple[int, int]) -> int:
     """As the how-manieth of its rollout a call began before anything of it was recorded; 0 where that is not known.
 
     `told`: the most calls and entries that the store had said before. A call that does not come after all of those was
-    begun once already, or the key was made new. Not seen is a key made new elsewhere in which others began as many calls
-    as were told here and recorded none: what they lost may stand in the next call here. No answer names the attempt.
+    begun once already, or the key was made new. Not seen is a key made new elsewhere in which others began as many
+    calls as were told here and recorded none: what they lost may stand in the next call here.
     """
     return ack.calls if isinstance(ack, BeginAck) and ack.entries == 0 and ack.calls > told[0] else 0
