@@ -81,12 +81,18 @@ class Claims:
         return (call.rollout_id, call.tag) in self._known
 
     def seen(
-        self, call: ModelCall, *, left: Collection[str] = (), writer_epoch: str | None = None, now: float = 0.0
+        self,
+        call: ModelCall,
+        *,
+        gone: Collection[str] = (),
+        lost: Collection[str] = (),
+        writer_epoch: str | None = None,
+        now: float = 0.0,
     ) -> Seen:
-        """What is known `now` of requests equal to `call`, with the calls in `left`, which the record knows of."""
+        """What is known `now` of requests equal to `call`; `gone`, `lost` and `writer_epoch` as in `Seen`."""
         known = self._known.get((call.rollout_id, call.tag)) or _Known()
         own_way = {pair for pair, end in known.doubts.items() if end <= now}
-        return Seen(known.left.union(left), known.claims, known.gave_up, writer_epoch, own_way)
+        return Seen(known.left, known.claims, known.gave_up, writer_epoch, own_way, gone, lost)
 
     def _of(self, call: ModelCall) -> _Known:
         key = (call.rollout_id, call.tag)

@@ -11,8 +11,7 @@ import asyncio
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Mapping
 
 from toprope.capture.protocols import JournalledCall
 from toprope.capture.recorder import Recorder
@@ -40,6 +39,10 @@ _LOOK_S = (0.02, 0.5)
 """First and longest pause between looks at a call of another process, which cannot wake us."""
 _SAID_S = 1.0
 """How long what became of a call may take to reach the journal, after it ended here; then it was lost on the way."""
+_OPEN_BOUNDS = 10
+"""Drain bounds that a call may be open at another worker without a word: its client may have stayed."""
+_WORD_S = 1.0
+"""How long the last word of another worker may take to get here, beyond its bound."""
 _MAX_OVER = 4096
 """Calls that ended here and are remembered; one that is forgotten is waited for as if it were another worker's."""
 
@@ -47,8 +50,9 @@ _MAX_OVER = 4096
 class Repeats:
     """The repeats that reach one server. `drain_s` bounds how long a call goes on whose client left.
 
-    Who comes again has left the call it stands for. So nobody waits longer than that bound for one that goes on
-    elsewhere, whose worker may have lost it without a word; nor for one that ended here and could not say so.
+    Another worker may lose a call without a word. So nobody waits longer than that bound for one that goes on there
+    since its client is known to have left, nor longer than `_OPEN_BOUNDS` of it for one that is open there; nor for one
+    that ended here and could not say so.
     """
 
     def __init__(self, recorder: Recorder | None, *, drain_s: float) -> None:
@@ -131,10 +135,11 @@ class Repeats:
 
     async def _record_of(self, call: ModelCall, waits: list[Wait | Doubt]) -> TokenEntry | None:
         """The record that answers `call`, once it is there; None: a new call. `waits` holds what it waits for."""
-        pause, since = _LOOK_S[0], time.monotonic()
+        pause = _LOOK_S[0]
+        since: dict[tuple[str, bool], float] = {}
         lost: set[str] = set()
         while True:
-            verdict, entry = await self._look(call, lost)
+            verdict, entry = await self._look(call, lost, since)
             if verdict is None or isinstance(verdict, Replay):
                 return entry
             waits[:] = [verdict]
@@ -142,22 +147,30 @@ class Repeats:
                 await asyncio.sleep(min(pause, self._claims.doubt(call, verdict, time.monotonic())))
             elif verdict.call_id in self._running:
                 await self._running[verdict.call_id].wait()
-            elif time.monotonic() - since > self._drain_s + 1.0:
+            elif self._overdue(verdict, since, time.monotonic()):
                 lost.add(verdict.call_id)
             else:
                 await asyncio.sleep(pause)
             pause = min(2 * pause, _LOOK_S[1])
 
-    async def _look(self, call: ModelCall, lost: Collection[str]) -> tuple[Verdict, TokenEntry | None]:
+    def _overdue(self, wait: Wait, since: Mapping[tuple[str, bool], float], now: float) -> bool:
+        """Whether another worker has had its time to say something. Its clock is not ours: what counts is our looks."""
+        first = since.get((wait.call_id, wait.drained), now)
+        return now - first > self._drain_s * (1 if wait.drained else _OPEN_BOUNDS) + _WORD_S
+
+    async def _look(
+        self, call: ModelCall, lost: Collection[str], since: dict[tuple[str, bool], float]
+    ) -> tuple[Verdict, TokenEntry | None]:
         """What journal and record say now; the entry to replay, None where the verdict is no replay or must not be.
 
-        What the verdict claims is claimed on return. Nothing more is expected of the calls in `lost`.
+        What the verdict claims is claimed on return. Nothing more is expected of the calls in `lost`. `since` learns
+        when an equal call was first seen open (False) and with its client gone (True).
         """
         assert self._recorder is not None
         assert call.rollout_id is not None
         try:
             asked = time.monotonic()
-            calls = self._without_lost(await self._recorder.journal(call.rollout_id), lost, asked)
+            calls = await self._recorder.journal(call.rollout_id)
             if call.idempotency_key is not None:
                 _require_own_key(call, calls)
             if sum(each.intent.request_digest == call.tag for each in calls) < 2:
@@ -169,9 +182,13 @@ class Repeats:
             log.exception("%s: the journal could not be read; a repeated request is sampled anew", call.rollout_id)
             return None, None
         # From here to the end nothing is awaited: of repeats at once one decides after the other.
-        gone = [each.model_call_id for each in entries.values() if each.client_gone]
+        for each in calls:
+            if each.intent.request_digest == call.tag and (each.open or each.abort == CLIENT_GONE):
+                since.setdefault((each.call_id, each.abort == CLIENT_GONE), asked)
+        gone = [entry.model_call_id for entry in entries.values() if entry.client_gone]
         own = self._recorder.writer_epoch
-        seen = self._claims.seen(call, left=gone, writer_epoch=own, now=time.monotonic())
+        over = {each.call_id for each in calls if asked - self._over.get(each.call_id, asked) > _SAID_S}
+        seen = self._claims.seen(call, gone=gone, lost=over.union(lost), writer_epoch=own, now=time.monotonic())
         verdict = decide(calls, call.call_id, seen)
         if verdict is None or isinstance(verdict, Doubt) or (isinstance(verdict, Wait) and verdict.contested):
             self._claims.release(call)
@@ -181,18 +198,6 @@ class Repeats:
             return verdict, None
         entry = entries.get(verdict.call_id)
         return verdict, None if extended(verdict.call_id, list(entries.values())) else entry
-
-    def _without_lost(
-        self, calls: Iterable[JournalledCall], lost: Collection[str], asked: float
-    ) -> list[JournalledCall]:
-        """The journal, read when it was `asked`, with the calls of which nothing more will come as a dead writer's."""
-        return [
-            replace(call, live=False)
-            if (call.open or call.abort == CLIENT_GONE)
-            and (call.call_id in lost or asked - self._over.get(call.call_id, asked) > _SAID_S)
-            else call
-            for call in calls
-        ]
 
 
 def _require_own_key(call: ModelCall, calls: Iterable[JournalledCall]) -> None:

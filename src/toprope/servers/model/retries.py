@@ -4,8 +4,8 @@ The libraries of OpenAI and Anthropic repeat a request with the same bytes and c
 0, 1, 2). Requests are equal when their tags are: same body, same dialect, same `Idempotency-Key` if there is one.
 
     marked     a retry with count n claims, once, an unclaimed attempt of its tag whose last count is n - 1, failed and
-               refused ones included: first one that was not sent whole, as far as is known, then one that still runs,
-               then any; of several the newest (docs/decisions/0008-which-attempt-a-retry-takes.md)
+               refused ones included: first one that was not sent whole, as journal and record know, then one that
+               still runs, then any; of several the newest (docs/decisions/0008-which-attempt-a-retry-takes.md)
     keyed      a request with an `Idempotency-Key` is the repeat of every earlier one of its tag: of the newest that is
                recorded, else of the newest that may still be
     unmarked   a repeat claims, once, the newest unclaimed call whose connection closed before its reply was sent whole;
@@ -78,10 +78,11 @@ Verdict: TypeAlias = Replay | Wait | Doubt | None
 class Seen:
     """What one process knows of the calls of a tag beyond the journal.
 
-    `left`: calls whose connection closed before their reply was sent whole. `claims`: for each repeat here the call
-    that it waits for or was answered from. `gave_up`: repeats here whose client left before they had an answer.
+    `left`: calls whose connection closed here before their reply was sent whole. `claims`: for each repeat here the
+    call that it waits for or was answered from. `gave_up`: repeats here whose client left before they had an answer.
     `writer_epoch` is its own; None: open calls of other workers claim nothing. `own_way`: calls of other workers, each
-    with a recorded one that it does not claim, or it would have said so.
+    with a recorded one that it does not claim, or it would have said so. `gone`: recorded calls whose record says that
+    the client left, which every process reads. `lost`: calls of which nothing more is expected here.
     """
 
     left: Collection[str] = ()
@@ -89,6 +90,8 @@ class Seen:
     gave_up: Collection[str] = ()
     writer_epoch: str | None = None
     own_way: Collection[tuple[str, str]] = ()
+    gone: Collection[str] = ()
+    lost: Collection[str] = ()
 
 
 def request_tag(body_digest: str, dialect: str, idempotency_key: str | None = None) -> str:
@@ -185,13 +188,17 @@ class _Equal:
     def _take(self, call: JournalledCall, ends: list[str], first: Mapping[str, str]) -> str | None:
         """Take out of `ends`, in journal order, that of the attempt which the retry `call` claims.
 
-        What it claimed before goes before its like, so that it does not turn to one that is as good.
+        What it claimed before goes before its like, so that it does not turn to one that is as good. Not where the
+        journal says that a later call was given it; one with a higher count may be this one's own next.
         """
         held, known = None, set[str]()
         if call.call_id == self._me:
             held = first.get(self._seen.claims.get(self._me, ""))
             later = [each for each in self._calls[len(self.earlier) + 1 :] if not self._has_nothing(each)]
             known = {first.get(told, told) for each in later if (told := self._told(each)) is not None}
+            like = [each for each in later if each.intent.retry_count <= call.intent.retry_count]
+            if held in {first.get(given, given) for each in like if (given := _after(_REPLAY, each)) is not None}:
+                held = None
         free = [end for end in reversed(ends) if first[end] == held or first[end] not in known]
         if not free:
             return None
@@ -200,8 +207,12 @@ class _Equal:
         return taken
 
     def _sent(self, call: JournalledCall) -> int:
-        """0: no client has its answer, as far as is known, or nobody knows; 1: it still runs; 2: it was sent whole."""
-        if call.call_id in self._seen.left or call.call_id in self._seen.gave_up or not call.live:
+        """0: no client has its answer, as far as is known, or nobody knows; 1: it still runs; 2: it was sent whole.
+
+        By journal and record alone: what only this process knows would make another order at every worker, and two
+        retries claim one call.
+        """
+        if call.call_id in self._seen.gone or not call.live:
             return 0
         if call.recorded or (call.abort or "").startswith((_REPLAY, _REFUSED)):
             return 2
@@ -216,7 +227,7 @@ class _Equal:
         """The verdict of an unmarked repeat: what it claimed before, else the newest that is to be had."""
         taken, held = self._taken(), self._seen.claims.get(self._me)
         newest_first = self.earlier[::-1]
-        gone = [call for call in newest_first if call.abort == CLIENT_GONE or call.call_id in self._seen.left]
+        gone = [call for call in newest_first if self._left(call)]
         for call in sorted(gone, key=lambda call: call.call_id != held):
             verdict = self.lead(call)
             if verdict is not None and verdict.call_id not in taken:
@@ -228,6 +239,14 @@ class _Equal:
                 leads = [(each, lead) for each in gone if isinstance(lead := self.lead(each), Replay)]
                 return Doubt(verdict.call_id, tuple(of for pair in leads for of in self._doubted(*pair)))
         return None
+
+    def _left(self, call: JournalledCall) -> bool:
+        seen = self._seen
+        return call.abort == CLIENT_GONE or call.call_id in seen.left or call.call_id in seen.gone
+
+    def _live(self, call: JournalledCall) -> bool:
+        """Whether something may still become of a call that is not recorded, as far as this process knows."""
+        return call.live and call.call_id not in self._seen.lost
 
     def _taken(self) -> set[str]:
         """What others claim, and what that stood for."""
@@ -244,7 +263,7 @@ class _Equal:
     def _has_nothing(self, call: JournalledCall) -> bool:
         """Whether this repeat ended with nothing: what it claimed is still to be had."""
         ended = call.abort in (NOT_SENT, WRITER_DIED) or _after(_WAITED, call) is not None
-        return ended or call.call_id in self._seen.gave_up or (call.open and not call.live)
+        return ended or call.call_id in self._seen.gave_up or (call.open and not self._live(call))
 
     def _doubted(self, gone: JournalledCall, lead: Replay | Wait) -> list[tuple[str, str, int]]:
         """As in `Doubt.of`: the open calls, repeats or samples of their own, that may have claimed `gone`."""
@@ -252,7 +271,7 @@ class _Equal:
         if own is None:
             return []
         since = self.earlier[self.earlier.index(gone) + 1 :]
-        may = [call for call in since if call.open and call.live and call.call_id not in self.claims]
+        may = [call for call in since if call.open and self._live(call) and call.call_id not in self.claims]
         return [
             (call.call_id, lead.call_id, before)
             for before, call in enumerate(may)
@@ -268,7 +287,7 @@ class _Equal:
             if target is None and call.open:  # a repeat here, which waits
                 target = self._seen.claims.get(call.call_id)
             if target is None:
-                if call.live and (call.open or call.abort == CLIENT_GONE):
+                if self._live(call) and (call.open or call.abort == CLIENT_GONE):
                     return Wait(call.call_id, call.abort == CLIENT_GONE)
                 # It failed, was refused, or died. Of a retry that died while it waited what it claimed may stand.
                 target = self.claims.get(call.call_id)

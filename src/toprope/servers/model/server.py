@@ -194,7 +194,11 @@ class ModelServer:
         try:
             call = await self._reader.read(dialect, request, call_id, started)
             await self._repeats.check_key(call)
-            await self._custody.begin(call)
+            try:
+                await self._custody.begin(call)
+            except BaseException:  # its intent may stand all the same, and no retry need wait for it
+                self._repeats.ended(call)
+                raise
         except Exception as error:  # noted here, answered by the kit
             self._notes.failed(dialect, request, call_id, started, error)
             raise

@@ -3,7 +3,7 @@
     there        deltas go to the client; the record is durable before the turn is done
     leaves       captured: the intent is aborted at once (`client_gone`), the generation goes on within the drain bound
                  and is recorded in full, which removes the abort; not captured: the generation is cancelled
-    drain bound  the generation is cancelled and its abort says so
+    drain bound  a generation that still goes on is cancelled and its abort says so; a record is not cut
 
 A captured generation, and a streamed one, runs in a task of its own, which the server's stop() waits for. Left to
 others: how deltas become events (`streams`), which calls are dispatched at all (`server`).
@@ -42,10 +42,10 @@ class Turn:
     """One call under way. `first_token` is when its first delta came, in seconds since 1970; `gone`: its client left.
 
     `deltas` are those that nobody took yet; `wake` is called when there is something new; `supply` is the prompt ids
-    that it was given.
+    that it was given; `settling`: the engine is done, its record or abort is being written.
     """
 
-    __slots__ = ("call", "clock", "deltas", "first_token", "gone", "late", "supply", "task", "wake")
+    __slots__ = ("call", "clock", "deltas", "first_token", "gone", "late", "settling", "supply", "task", "wake")
 
     def __init__(self, call: ModelCall, clock: Callable[[], float]) -> None:
         self.call = call
@@ -54,6 +54,7 @@ class Turn:
         self.first_token: float | None = None
         self.gone = False
         self.late = False
+        self.settling = False
         self.supply: Supply | None = None
         self.task: asyncio.Task[EngineReply] | None = None
         self.wake: Callable[[], None] | None = None
@@ -141,8 +142,8 @@ class Turns:
 
     @staticmethod
     def _cut(turn: Turn) -> None:
-        turn.late = True
-        if turn.task is not None:
+        if turn.task is not None and not turn.settling:  # a record that is being written would land all the same
+            turn.late = True
             turn.task.cancel()
 
     def _start(self, turn: Turn) -> asyncio.Task[EngineReply]:
@@ -186,8 +187,11 @@ class Turns:
                 None if supply is None else supply.prompt_token_ids,
                 call.rollout_id,
             )
-            made = obeyed(await self._engine.generate(asked), supply)
+            said = await self._engine.generate(asked)
+            turn.settling = True
+            made = obeyed(said, supply)
         except BaseException as error:
+            turn.settling = True
             await self._custody.abort(call, DRAIN_BOUND if turn.late else abort_reason(error))
             raise
         made = finished(call, made)
