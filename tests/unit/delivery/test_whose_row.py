@@ -140,11 +140,21 @@ CASES: dict[str, tuple[Calls, list[dict[str, Any]], str | tuple[str, ...]]] = {
         {
             "m1": (None, [called("a")]),
             "s1": (None, [called("b")]),
-            "s2": ("s1", [said("Sub done.")]),
+            "s2": ("s1", [said("Nothing left.")]),
             "m2": ("m1", [said("Done.")]),
         },
         DONE,
         "m2",
+    ),
+    "other ends, of which one may be cut out of the other": (
+        {
+            "m1": (None, [called("a")]),
+            "s1": (None, [called("b")]),
+            "s2": ("s1", [said("Sub done.")]),
+            "m2": ("m1", [said("Done.")]),
+        },
+        DONE,
+        SEVERAL,
     ),
     "the final output alone, which one call said": (
         {"m1": (None, [called("a")]), "s1": (None, [said("Sub done.")]), "m2": ("m1", [said("All good.")])},
