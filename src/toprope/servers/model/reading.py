@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from toprope.capture.recorder import Recorder
 from toprope.correlation.context import current_rollout
 from toprope.dialects.incremental import RequestMemory
+from toprope.dialects.messages_reply import count_tokens_reply
 from toprope.dialects.messages_request import request_from_messages
 from toprope.http.reply import Reply, json_reply
 from toprope.http.request import Request
@@ -100,8 +101,8 @@ class CallReader:
         body = read_object(await request.body())
         pivot = request_from_messages(body)
         if isinstance(engine, CountsTokens):
-            return json_reply({"input_tokens": await engine.count_tokens(pivot)})
-        return json_reply({"input_tokens": max(1, len(write_object(body)) // 4)}, headers={ESTIMATE: "true"})
+            return json_reply(count_tokens_reply(await engine.count_tokens(pivot)))
+        return json_reply(count_tokens_reply(max(1, len(write_object(body)) // 4)), headers={ESTIMATE: "true"})
 
 
 def _require_one_reply(body: Mapping[str, Any], captured: bool) -> None:
